@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PartialFormer, LaViT and DGSSA + GLAD for MMPretrain, MMDetection and MMSegmentation.
+
+Importing this package registers its modules in mmengine's root registries, where every framework
+finds them: ``custom_imports = dict(imports=['effvit_mm'])`` in a config is all it takes.
+"""
+
+from . import engine, models  # noqa: F401  (registration)
+from .models.backbones import PartialFormer
+from .version import __version__
+
+__all__ = ['PartialFormer', '__version__']

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every mechanism needs and no paper is about: token/map layout and precision."""
+
+import contextlib
+
+import torch
+from torch import Tensor, nn
+
+
+def tokens_to_map(x: Tensor, height: int, width: int) -> Tensor:
+    """View tokens ``(B, H*W, C)`` as a map ``(B, C, H, W)`` without moving memory.
+
+    The view has ``channels_last`` strides, which is the layout convolutions like best on both
+    CPU and tensor cores, so no copy happens on the way in or out.
+    """
+    return x.view(x.shape[0], height, width, x.shape[2]).permute(0, 3, 1, 2)
+
+
+def map_to_tokens(x: Tensor) -> Tensor:
+    """Turn a map ``(B, C, H, W)`` into tokens ``(B, H*W, C)``; free if it is ``channels_last``."""
+    return x.permute(0, 2, 3, 1).flatten(1, 2).contiguous()
+
+
+def _autocast_is_on(device_type: str) -> bool:
+    try:
+        return torch.is_autocast_enabled(device_type)
+    except TypeError:  # torch < 2.4 asks per device with one function each
+        return (
+            torch.is_autocast_cpu_enabled() if device_type == 'cpu' else torch.is_autocast_enabled()
+        )
+
+
+def full_precision(x: Tensor) -> contextlib.AbstractContextManager:
+    """Context in which autocast does not lower the precision of what is computed on ``x``'s device.
+
+    A null context where autocast is off, so that exported and compiled graphs stay clean. Casting
+    the operands with ``.float()`` remains the caller's business.
+    """
+    if _autocast_is_on(x.device.type):
+        return torch.autocast(x.device.type, enabled=False)
+    return contextlib.nullcontext()
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """``x`` in float32 if it is of a lower precision, else unchanged."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class ConvPatchEmbed(nn.Module):
+    """Overlapping convolutional patch embedding, from a map to tokens.
+
+    Kernel ``2*stride - 1`` and padding ``stride - 1`` give ``ceil(H/stride) x ceil(W/stride)``
+    tokens for every image size, with no image padding of our own.
+
+    Args:
+        in_channels: Channels of the input map.
+        out_channels: Channels of the tokens.
+        stride: Downsampling factor in pixels of the input map.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(
+            in_channels, out_channels, 2 * stride - 1, stride=stride, padding=stride - 1
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int, int]:
+        """``(B, C_in, H, W)`` to tokens ``(B, H'*W', C_out)`` and their grid ``H', W'``."""
+        x = self.proj(x.contiguous(memory_format=torch.channels_last))
+        return map_to_tokens(x), x.shape[2], x.shape[3]
+
+
+class ConditionalPositionEncoding(nn.Module):
+    """Conditional position encoding (CPVT): ``X + DWConv3x3(X)`` on the tokens' grid."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(dim, dim, 3, padding=1, groups=dim)
+
+    def forward(self, x: Tensor, height: int, width: int) -> Tensor:
+        """Tokens ``(B, H*W, C)`` to tokens of the same shape."""
+        return x + map_to_tokens(self.proj(tokens_to_map(x, height, width)))
