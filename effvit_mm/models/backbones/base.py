@@ -78,6 +78,9 @@ class PyramidBackbone(BaseModule):
     arch_zoo: ClassVar[dict[str, dict[str, Any]]]
     arch_defaults: ClassVar[dict[str, Any]] = {}
     per_stage_fields: ClassVar[tuple[str, ...]] = ()
+    #: parts of the names of parameters, other than norms and biases, that weight decay would harm:
+    #: tokens, and differences from an identity. For the keys of ``paramwise_cfg.custom_keys``.
+    no_decay_keys: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,

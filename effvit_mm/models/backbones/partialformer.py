@@ -17,7 +17,12 @@ from ..layers.partial_attention import (
     merge_tokens,
     split_tokens,
 )
-from ..layers.utils import ConditionalPositionEncoding, ConvPatchEmbed, tokens_to_map
+from ..layers.utils import (
+    ConditionalPositionEncoding,
+    ConvPatchEmbed,
+    feed_forward,
+    tokens_to_map,
+)
 from .base import PyramidBackbone, as_fraction
 
 SQA_PROJECTIONS = ('channel_mlp', 'linear', 'none')
@@ -102,10 +107,6 @@ class PartialBlock(nn.Module):
             return x + updates, abstract
         return merge_tokens(x, background, updates, index), abstract
 
-    def feed_forward(self, x: Tensor) -> Tensor:
-        """``X + FFN(LN(X))``, the same for tokens and abstract token."""
-        return x + self.drop_path(self.mlp(self.norm2(x)))
-
     def forward(
         self, x: Tensor, abstract: Tensor | None, height: int, width: int
     ) -> tuple[Tensor, Tensor | None]:
@@ -113,8 +114,8 @@ class PartialBlock(nn.Module):
         x = self.pos_embed(x, height, width)
         x, abstract = self.attend(x, abstract)
         if abstract is not None:
-            abstract = self.feed_forward(abstract)
-        return self.feed_forward(x), abstract
+            abstract = feed_forward(abstract, self.norm2, self.mlp, self.drop_path)
+        return feed_forward(x, self.norm2, self.mlp, self.drop_path), abstract
 
 
 class PartialStage(nn.Module):
@@ -200,10 +201,16 @@ class PartialFormer(PyramidBackbone):
     ``(B, out_channels[i], ceil(H/s), ceil(W/s))`` with ``s`` of 4, 8, 16, 32.
     """
 
+    no_decay_keys: ClassVar[tuple[str, ...]] = (
+        'abstract_token',
+        '.query',
+        'expand_delta',
+        'reduce_delta',
+    )
     arch_zoo: ClassVar[dict[str, dict[str, Any]]] = {
-        'b0': dict(base_channels=32, depths=(2, 2, 6, 2), num_heads=(1, 2, 4, 8)),
-        'b1': dict(base_channels=48, depths=(2, 2, 6, 2), num_heads=(1, 2, 4, 8)),
-        'b2': dict(base_channels=64, depths=(2, 2, 6, 3), num_heads=(2, 4, 8, 16)),
+        'b0': dict(base_channels=32, depths=(2, 2, 5, 2), num_heads=(1, 2, 4, 8)),
+        'b1': dict(base_channels=48, depths=(2, 2, 4, 2), num_heads=(2, 4, 8, 16)),
+        'b2': dict(base_channels=64, depths=(2, 2, 6, 2), num_heads=(2, 4, 8, 16)),
         'b3': dict(base_channels=80, depths=(2, 2, 9, 4), num_heads=(2, 4, 8, 16)),
         'b4': dict(base_channels=96, depths=(3, 4, 12, 5), num_heads=(3, 6, 12, 24)),
     }

@@ -16,9 +16,12 @@ from timm.layers import trunc_normal_
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .utils import at_least_float32, full_precision
+from .utils import CACHE_BLOCK, at_least_float32, blocks_pay, full_precision
 
 MASKED = -1e30  # a large finite float32: -inf would become NaN where a whole row is masked
+MANY_QUERIES = (
+    256  # from here on attention is computed for a block of queries at a time, if it pays
+)
 
 
 def num_foreground(num_tokens: int, ratio: Fraction) -> int:
@@ -47,7 +50,7 @@ def split_tokens(x: Tensor, ratio: Fraction) -> Tensor:
 def foreground_mask(index: Tensor, num_tokens: int) -> Tensor:
     """Indices ``(B, N_f)`` to a boolean mask ``(B, N)``, true where a token is foreground."""
     mask = torch.zeros(index.shape[0], num_tokens, dtype=torch.bool, device=index.device)
-    return mask.scatter(1, index, True)
+    return mask.scatter(1, index, 1)  # 1, not True: TorchScript has no boolean scalars
 
 
 def flat_index(index: Tensor, num_tokens: int) -> Tensor:
@@ -62,12 +65,12 @@ def gather_tokens(x: Tensor, index: Tensor) -> Tensor:
     return rows.view(index.shape[0], index.shape[1], x.shape[2])
 
 
-def merge_tokens(x: Tensor, background: Tensor, foreground: Tensor, index: Tensor) -> Tensor:
+def merge_tokens(x: Tensor, background: Tensor | None, foreground: Tensor, index: Tensor) -> Tensor:
     """Add to every token the update of its group, at the token's own place.
 
     Args:
         x: Tokens ``(B, N, C)``.
-        background: One update for all background tokens, ``(B, 1, C)``.
+        background: One update for all background tokens, ``(B, 1, C)``; None: no update.
         foreground: Updates of the foreground tokens, ``(B, N_f, C)``.
         index: Positions of the foreground tokens, ``(B, N_f)``.
 
@@ -76,7 +79,7 @@ def merge_tokens(x: Tensor, background: Tensor, foreground: Tensor, index: Tenso
     """
     rows = flat_index(index, x.shape[1])
     updated = x.flatten(0, 1).index_select(0, rows) + foreground.flatten(0, 1)
-    merged = (x + background).flatten(0, 1)
+    merged = (x.clone() if background is None else x + background).flatten(0, 1)
     return merged.index_copy_(0, rows, updated.to(merged.dtype)).view_as(x)
 
 
@@ -131,6 +134,7 @@ class HeadMLP(nn.Module):
 
     def __init__(self, num_heads: int, expansion: int = 2) -> None:
         super().__init__()
+        self.num_mixed = expansion * num_heads
         repeat = torch.eye(num_heads).repeat_interleave(expansion, dim=0)
         self.register_buffer('expand_identity', repeat, persistent=False)
         self.register_buffer('reduce_identity', repeat.t() / expansion, persistent=False)
@@ -181,13 +185,20 @@ class MixedMultiHeadAttention(nn.Module):
         q, k, v = qkv.unbind(0)
         if self.head_mlp is None:
             out = F.scaled_dot_product_attention(q, k, v)
+        elif blocks_pay(x) and n >= MANY_QUERIES:
+            rows = CACHE_BLOCK * torch.get_num_threads() // (batch * self.head_mlp.num_mixed * n)
+            parts = q.split(max(rows, 16), dim=2)
+            out = torch.cat([self.mixed_attention(part, k, v) for part in parts], dim=2)
         else:
-            with full_precision(x):
-                q, k = at_least_float32(q), at_least_float32(k)
-                logits = (q * self.head_dim**-0.5) @ k.transpose(2, 3)
-                weights = self.head_mlp(logits)
-            out = weights.to(v.dtype) @ v
+            out = self.mixed_attention(q, k, v)
         return self.proj(out.transpose(1, 2).reshape(batch, n, dim))
+
+    def mixed_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """``HeadMLP(Q K^T / sqrt(d_h)) V`` with queries, keys, values ``(B, h, n, d_h)``."""
+        with full_precision(q):
+            q, k = at_least_float32(q), at_least_float32(k)
+            weights = self.head_mlp((q * self.head_dim**-0.5) @ k.transpose(2, 3))
+        return weights.to(v.dtype) @ v
 
 
 class ChannelMLP(nn.Module):

@@ -46,6 +46,47 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+#: values of an intermediate result that stay in a core's cache beside what is computed from them
+CACHE_BLOCK = 2**19
+
+
+def blocks_pay(x: Tensor) -> bool:
+    """Whether to compute large intermediate results block by block: in eager inference on a CPU.
+
+    There they would leave the cache, and fresh memory has to be mapped for each. Training keeps
+    them anyway, GPUs prefer few large kernels, and compiled and exported graphs stay free of loops.
+    """
+    return (
+        x.device.type == 'cpu'
+        and not torch.is_grad_enabled()
+        and not torch.jit.is_tracing()
+        and not torch.compiler.is_compiling()
+    )
+
+
+def feed_forward(x: Tensor, norm: nn.Module, mlp: nn.Module, drop_path: nn.Module) -> Tensor:
+    """``X + DropPath(MLP(LN(X)))`` on tokens ``(B, N, C)``.
+
+    In eager inference on a CPU, large maps are taken block by block: the first stages' FFN takes
+    about half the time, and its hidden activations, otherwise the largest tensors of a forward,
+    never exist as a whole.
+    """
+    if drop_path.training or not blocks_pay(x):
+        return x + drop_path(mlp(norm(x)))
+    hidden = mlp.fc1.out_features
+    rows = CACHE_BLOCK // hidden
+    # with fewer rows than columns, reading the weights for every block costs more than it saves
+    if rows < hidden or x.shape[0] * x.shape[1] <= rows * torch.get_num_threads():
+        return x + mlp(norm(x))
+    rows *= torch.get_num_threads()
+    out = torch.empty_like(x)
+    for part, target in zip(
+        x.flatten(0, 1).split(rows), out.flatten(0, 1).split(rows), strict=True
+    ):
+        torch.add(part, mlp(norm(part)), out=target)
+    return out
+
+
 class ConvPatchEmbed(nn.Module):
     """Overlapping convolutional patch embedding, from a map to tokens.
 
