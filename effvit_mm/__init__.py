@@ -6,7 +6,15 @@ finds them: ``custom_imports = dict(imports=['effvit_mm'])`` in a config is all 
 """
 
 from . import engine, models  # noqa: F401  (registration)
-from .models.backbones import PartialFormer
+from .engine import AuxiliaryLossHook
+from .models.backbones import LaViT, PartialFormer
+from .models.losses import DiagonalityPreservingLoss
 from .version import __version__
 
-__all__ = ['PartialFormer', '__version__']
+__all__ = [
+    'AuxiliaryLossHook',
+    'DiagonalityPreservingLoss',
+    'LaViT',
+    'PartialFormer',
+    '__version__',
+]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-from . import backbones  # noqa: F401
+from . import backbones, losses  # noqa: F401
