@@ -5,12 +5,14 @@ Matrices that are learned over token positions need a fixed number of tokens. Tw
 
 - :class:`Tiling` cuts a map ``(B, H*W, C)`` into tiles of a fixed size, optionally shifted as
   Swin's windows are, and puts it back. Where a tile reaches beyond the map its cells are 0.
-- :func:`cover_matrix` and :func:`pool_cells` average a map to a fixed number of bins. Bins and
-  cells are compared in image pixels, so bins of maps with different strides cover the same content.
+- :func:`cover_matrix` averages a map to a fixed number of bins. Bins and cells are compared in
+  image pixels, so bins of maps with different strides cover the same content.
 
 Both cost a number of operations linear in the map. In eager mode maps are cut by padding and
 views, and not touched at all where one tile is the whole map; compiled, exported and traced graphs,
-which serve all sizes, gather by computed indices instead.
+which serve all sizes, gather by computed indices instead. Those are computed on flat vectors:
+dimensions that are 1 for some sizes, and views that split one of unknown size, tie a graph to the
+size at hand.
 """
 
 import torch
@@ -28,43 +30,46 @@ def ceil_div(a: int, b: int) -> int:
     return (a + b - 1) // b
 
 
+def _shares(bins: Tensor, cells: Tensor, cell: int, num_bins: int, length: int) -> Tensor:
+    """How much of each bin ``(n, 1)`` lies in each cell ``(N,)`` along a side of the image."""
+    # in units of 1/num_bins pixel all of these are integers
+    start = torch.maximum(bins * length, cells * (cell * num_bins))
+    end = torch.minimum((bins + 1) * length, (cells + 1) * (cell * num_bins))
+    return (end - start).clamp(min=0) / length
+
+
 def cover_matrix(
-    length: int, num_cells: int, cell: int, num_bins: int, device: torch.device | None = None
+    image_size: tuple[int, int],
+    width: int,
+    num_cells: int,
+    cell: int,
+    num_bins: int,
+    device: torch.device | None = None,
 ) -> Tensor:
-    """How much of each of ``num_bins`` equal parts of a line lies in each cell.
+    """How much of each of ``num_bins**2`` equal parts of an image lies in each cell of a map.
+
+    ``cover_matrix(…) @ x`` averages a map ``x (B, num_cells, C)`` to ``(B, num_bins**2, C)``.
 
     Args:
-        length: Length of the line in pixels.
-        num_cells: Number of cells; cell ``j`` covers the pixels from ``j*cell`` to ``(j+1)*cell``.
-        cell: Length of a cell in pixels.
-        num_bins: Number of bins; bin ``i`` covers ``[i, i+1) * length / num_bins``.
+        image_size: Height and width of the image in pixels.
+        width: Width of the map.
+        num_cells: Number of the map's cells.
+        cell: Side of a cell in pixels. The last ones may reach beyond the image, which counts only
+            where they lie on it.
+        num_bins: Number of bins along each side.
         device: Where to compute.
 
     Returns:
-        Shares ``(num_bins, num_cells)``, float32; each row sums to 1. Where bins and cells
+        Shares ``(num_bins**2, num_cells)``, float32; each row sums to 1. Where bins and cells
         coincide, exactly the identity.
     """
-    # in units of 1/num_bins pixel everything is an integer
-    bins = (torch.arange(num_bins, device=device, dtype=torch.float32) * length)[:, None]
-    cells = torch.arange(num_cells, device=device, dtype=torch.float32) * (cell * num_bins)
-    end = torch.minimum(bins + length, cells + cell * num_bins)
-    return (end - torch.maximum(bins, cells)).clamp(min=0) / length
-
-
-def pool_cells(x: Tensor, rows: Tensor, cols: Tensor) -> Tensor:
-    """Weighted averages over the cells of a map.
-
-    Args:
-        x: Map ``(B, H, W, C)``.
-        rows: Weights ``(h, H)`` of the rows.
-        cols: Weights ``(w, W)`` of the columns.
-
-    Returns:
-        ``(B, h, w, C)``.
-    """
-    batch, _, width, channels = x.shape
-    x = (rows.to(x.dtype) @ x.flatten(2)).view(batch, rows.shape[0], width, channels)
-    return cols.to(x.dtype) @ x
+    bins = torch.arange(num_bins**2, device=device)[:, None]
+    cells = torch.arange(num_cells, device=device)
+    rows = (bins // num_bins).float(), (cells // width).float()
+    cols = (bins % num_bins).float(), (cells % width).float()
+    return _shares(*rows, cell, num_bins, image_size[0]) * _shares(
+        *cols, cell, num_bins, image_size[1]
+    )
 
 
 def _shift_along(shift: int, num_tiles: int, device: torch.device | None) -> int | Tensor:
@@ -111,37 +116,38 @@ class Tiling:
         if self.by_index:
             self._compute_indices()
 
-    def _place(self, axis: int) -> Tensor:
-        """Where on the padded side, before the roll, the tiles' cells lie: ``(tiles, cells)``."""
-        tiles, cells = self.tiles[axis], self.tile[axis]
-        rolled = (
-            torch.arange(tiles, device=self.device)[:, None] * cells
-            + torch.arange(cells, device=self.device)[None]
-        )
-        return (rolled + self.shift[axis]) % (tiles * cells)
+    def _cells(self, num_samples: int) -> tuple[Tensor, ...]:
+        """All cells of all tiles, one after the other.
+
+        Returns:
+            For each the sample, its place on the rolled side (y, x), and before the roll (y, x).
+        """
+        (nh, nw), (th, tw) = self.tiles, self.tile
+        index = torch.arange(num_samples * (nh * nw) * (th * tw), device=self.device)
+        tile, cell = index // (th * tw), index % (th * tw)
+        sample, tile = tile // (nh * nw), tile % (nh * nw)
+        y, x = (tile // nw) * th + cell // tw, (tile % nw) * tw + cell % tw
+        return sample, y, x, (y + self.shift[0]) % (nh * th), (x + self.shift[1]) % (nw * tw)
 
     def _compute_indices(self) -> None:
-        """Row indices of tokens in tiles, and of the tiles' cells on the map."""
+        """Row indices of the tiles' cells among the tokens, and of the tokens in the tiles."""
         (nh, nw), (th, tw) = self.tiles, self.tile
-        y = self._place(0)[None, :, None, :, None]
-        x = self._place(1)[None, None, :, None, :]
-        samples = torch.arange(self.batch, device=self.device)
+        sample, _, _, y, x = self._cells(self.batch)
         inside = (y < self.height) & (x < self.width)
-        source = y.clamp(max=self.height - 1) * self.width + x.clamp(max=self.width - 1)
-        first = (samples * (self.height * self.width)).view(-1, 1, 1, 1, 1)
-        self._source = (first + source).flatten()
-        self._inside = inside.expand(self.batch, -1, -1, -1, -1).reshape(-1, 1)
-        y = (torch.arange(self.height, device=self.device) - self.shift[0]) % (nh * th)
-        x = (torch.arange(self.width, device=self.device) - self.shift[1]) % (nw * tw)
-        tile = (y // th)[:, None] * nw + x // tw
-        cell = (y % th)[:, None] * tw + x % tw
-        first = (samples * (nh * nw * th * tw)).view(-1, 1, 1)
-        self._target = (first + tile * (th * tw) + cell).flatten()
+        token = (sample * self.height + y) * self.width + x
+        self._source = torch.where(inside, token, 0)
+        self._inside = inside[:, None]
+        index = torch.arange(self.batch * (self.height * self.width), device=self.device)
+        row, x = index // self.width, index % self.width
+        sample, y = row // self.height, row % self.height
+        y, x = (y - self.shift[0]) % (nh * th), (x - self.shift[1]) % (nw * tw)
+        tile = (sample * nh + y // th) * nw + x // tw
+        self._target = tile * (th * tw) + (y % th) * tw + x % tw
 
     def inside(self) -> Tensor:
         """Which cells ``(T, A)`` of the ``T`` tiles of one sample lie on the map."""
-        y, x = self._place(0) < self.height, self._place(1) < self.width
-        return (y[:, None, :, None] & x[None, :, None, :]).flatten(2).flatten(0, 1)
+        _, _, _, y, x = self._cells(1)
+        return ((y < self.height) & (x < self.width)).view(-1, self.tile[0] * self.tile[1])
 
     def regions(self) -> Tensor:
         """Numbers ``(T, A)`` of what was neighbouring before the roll; -1 beyond the map.
@@ -149,14 +155,11 @@ class Tiling:
         Cells of a tile that have the same number may see each other, others were brought together
         from opposite sides of the map.
         """
-        wrapped = []
-        for axis in (0, 1):
-            side = self.tiles[axis] * self.tile[axis]
-            rolled = torch.arange(side, device=self.device).view(-1, self.tile[axis])
-            wrapped.append((rolled >= side - self.shift[axis]).long())
-        number = 2 * wrapped[0][:, None, :, None] + wrapped[1][None, :, None, :]
-        number = number.flatten(2).flatten(0, 1)
-        return torch.where(self.inside(), number, -1)
+        (nh, nw), (th, tw) = self.tiles, self.tile
+        _, rolled_y, rolled_x, y, x = self._cells(1)
+        number = 2 * (rolled_y >= nh * th - self.shift[0]) + (rolled_x >= nw * tw - self.shift[1])
+        inside = (y < self.height) & (x < self.width)
+        return torch.where(inside, number, -1).view(-1, th * tw)
 
     def cut(self, x: Tensor) -> Tensor:
         """Tokens ``(B, H*W, C)`` to tiles ``(B*T, A, C)``; cells beyond the map are 0."""

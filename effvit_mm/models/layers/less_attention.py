@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .grid import Tiling, ceil_div, cover_matrix, is_captured, pool_cells
-from .utils import at_least_float32, full_precision, tokens_to_map
+from .grid import Tiling, ceil_div, cover_matrix, is_captured
+from .utils import at_least_float32, full_precision, map_to_tokens, tokens_to_map
 
 
 class StageGrid(NamedTuple):
@@ -33,9 +33,8 @@ class StageGrid(NamedTuple):
         width: Width of the map.
         image_size: Height and width of the image in pixels.
         stride: Pixels per cell of the map.
-        key_rows: Weights ``(key_grid, rows)`` that average the reduced map's rows to key cells;
-            None where they are the key cells.
-        key_cols: The same for columns.
+        key_cover: Shares ``(m, cells)`` that average the reduced map to the grid of keys; None
+            where it is that grid.
         tiling: Tiles of queries that Ψ acts on; None where there is no Ψ.
     """
 
@@ -43,8 +42,7 @@ class StageGrid(NamedTuple):
     width: int
     image_size: tuple[int, int]
     stride: int
-    key_rows: Tensor | None
-    key_cols: Tensor | None
+    key_cover: Tensor | None
     tiling: Tiling | None
 
 
@@ -70,17 +68,16 @@ def make_stage_grid(
         key_grid: Side of the grid of keys.
         query_grid: Side of the tiles that Ψ acts on; None where there is no Ψ.
     """
-    sides = []
-    for size, cells in zip(image_size, (height, width), strict=True):
-        cell = stride * reduction
-        sides.append((size, ceil_div(cells, reduction), cell, key_grid))
-    rows = cols = tiling = None
-    # exactly one reduced cell per key on both sides: nothing to average
-    if is_captured() or any(size != cell * bins for size, _, cell, bins in sides):
-        rows, cols = (cover_matrix(*side, device=x.device) for side in sides)
+    cover = tiling = None
+    cell = stride * reduction
+    # where each reduced cell is a key there is nothing to average
+    if is_captured() or image_size[0] != cell * key_grid or image_size[1] != cell * key_grid:
+        cols = ceil_div(width, reduction)
+        cells = ceil_div(height, reduction) * cols
+        cover = cover_matrix(image_size, cols, cells, cell, key_grid, x.device)
     if query_grid is not None:
         tiling = Tiling(x.shape[0], height, width, (query_grid, query_grid), device=x.device)
-    return StageGrid(height, width, image_size, stride, rows, cols, tiling)
+    return StageGrid(height, width, image_size, stride, cover, tiling)
 
 
 def fold(tokens: Tensor, weight: Tensor) -> Tensor:
@@ -144,12 +141,9 @@ class SpatialReduction(nn.Module):
             x = tokens_to_map(x, height, width)
             if is_captured() or height % ratio or width % ratio:
                 x = F.pad(x, (0, ratio - 1, 0, ratio - 1))  # ceil(H/ratio): every cell is read
-            x = self.conv(x).permute(0, 2, 3, 1)
-        else:
-            x = x.view(x.shape[0], height, width, x.shape[2])
-        if grid.key_rows is not None:
-            x = pool_cells(x, grid.key_rows, grid.key_cols)
-        x = x.flatten(1, 2)
+            x = map_to_tokens(self.conv(x))
+        if grid.key_cover is not None:
+            x = grid.key_cover.to(x.dtype) @ x
         return self.norm(x) if ratio > 1 else x
 
 
@@ -334,10 +328,14 @@ def attention_between_cells(attention: Tensor, grid: StageGrid, key_grid: int) -
         key_grid: Side of the grid of keys, ``m = key_grid**2``.
     """
     batch, _, heads, m = attention.shape
-    (image_height, image_width), stride, device = grid.image_size, grid.stride, attention.device
-    rows = cover_matrix(image_height, grid.height, stride, key_grid, device)
-    cols = cover_matrix(image_width, grid.width, stride, key_grid, device)
+    cover = cover_matrix(
+        grid.image_size,
+        grid.width,
+        grid.height * grid.width,
+        grid.stride,
+        key_grid,
+        attention.device,
+    )
     with full_precision(attention):
-        attention = attention.view(batch, grid.height, grid.width, heads * m)
-        cells = pool_cells(attention, rows, cols).view(batch, m, heads, m)
-    return cells.transpose(1, 2)
+        cells = cover.to(attention.dtype) @ attention.flatten(2)
+    return cells.view(batch, m, heads, m).transpose(1, 2)
