@@ -212,12 +212,14 @@ class AttentionDownsample(nn.Module):
 
     def forward(self, scores: Tensor, height: int, width: int) -> Tensor:
         """Scores ``(B, H*W, h_in, m)`` to ``(B, H'*W', h_out, m)``."""
-        batch, _, heads, m = scores.shape
+        batch, heads, m = scores.shape[0], self.conv.in_channels, self.norm.normalized_shape[0]
         with full_precision(scores):
             x = tokens_to_map(scores.flatten(2), height, width)
-            kernel = at_least_float32(self.conv.weight).repeat_interleave(m, dim=0)
+            # a head's kernel for each of its keys
+            kernel = at_least_float32(self.conv.weight).expand(-1, m, -1, -1)
+            kernel = kernel.reshape(heads * m, 1, *self.conv.kernel_size)
             x = F.conv2d(x, kernel, None, self.conv.stride, self.conv.padding, groups=heads * m)
-            x = x.permute(0, 2, 3, 1).reshape(batch, -1, heads, m)
+            x = map_to_tokens(x).view(batch, -1, heads, m)
             weight, bias = at_least_float32(self.norm.weight), at_least_float32(self.norm.bias)
             x = F.layer_norm(x, (m,), weight, bias, self.norm.eps)
             return torch.einsum('gh,bnhm->bngm', at_least_float32(self.head_mix), x)
