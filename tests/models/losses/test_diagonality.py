@@ -59,7 +59,9 @@ def test_value_and_gradient_equal_the_explicit_sum(on, shape):
 def test_it_is_zero_for_a_symmetric_diagonally_dominant_matrix(n):
     assert DiagonalityPreservingLoss()(dominant(n) + n * torch.eye(n)) == 0
     assert DiagonalityPreservingLoss('probs')(torch.eye(n).double()) == 0
-    assert DiagonalityPreservingLoss('probs')(torch.full((n, n), 1 / n, dtype=torch.float64)) < 1e-12
+    assert (
+        DiagonalityPreservingLoss('probs')(torch.full((n, n), 1 / n, dtype=torch.float64)) < 1e-12
+    )
 
 
 @pytest.mark.parametrize('on', SLOW)
