@@ -30,6 +30,12 @@ def ceil_div(a: int, b: int) -> int:
     return (a + b - 1) // b
 
 
+def divide(index: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """Quotient and non-negative remainder; ONNX has no ``%`` by a size that is not known yet."""
+    quotient = index // n
+    return quotient, index - quotient * n
+
+
 def _shares(bins: Tensor, cells: Tensor, cell: int, num_bins: int, length: int) -> Tensor:
     """How much of each bin ``(n, 1)`` lies in each cell ``(N,)`` along a side of the image."""
     # in units of 1/num_bins pixel all of these are integers
@@ -63,13 +69,10 @@ def cover_matrix(
         Shares ``(num_bins**2, num_cells)``, float32; each row sums to 1. Where bins and cells
         coincide, exactly the identity.
     """
-    bins = torch.arange(num_bins**2, device=device)[:, None]
-    cells = torch.arange(num_cells, device=device)
-    rows = (bins // num_bins).float(), (cells // width).float()
-    cols = (bins % num_bins).float(), (cells % width).float()
-    return _shares(*rows, cell, num_bins, image_size[0]) * _shares(
-        *cols, cell, num_bins, image_size[1]
-    )
+    bin_y, bin_x = divide(torch.arange(num_bins**2, device=device)[:, None], num_bins)
+    cell_y, cell_x = divide(torch.arange(num_cells, device=device), width)
+    rows = _shares(bin_y.float(), cell_y.float(), cell, num_bins, image_size[0])
+    return rows * _shares(bin_x.float(), cell_x.float(), cell, num_bins, image_size[1])
 
 
 def _shift_along(shift: int, num_tiles: int, device: torch.device | None) -> int | Tensor:
@@ -79,6 +82,13 @@ def _shift_along(shift: int, num_tiles: int, device: torch.device | None) -> int
     if not is_captured():
         return shift if num_tiles > 1 else 0
     return shift * (torch.arange(2, device=device) * (num_tiles - 1)).clamp(max=1)[1]
+
+
+def _roll(index: Tensor, shift: int | Tensor, side: int) -> Tensor:
+    """Positions along a side, shifted around its end."""
+    if isinstance(shift, int) and shift == 0:
+        return index
+    return divide(index + shift, side)[1]
 
 
 class Tiling:
@@ -124,10 +134,12 @@ class Tiling:
         """
         (nh, nw), (th, tw) = self.tiles, self.tile
         index = torch.arange(num_samples * (nh * nw) * (th * tw), device=self.device)
-        tile, cell = index // (th * tw), index % (th * tw)
-        sample, tile = tile // (nh * nw), tile % (nh * nw)
-        y, x = (tile // nw) * th + cell // tw, (tile % nw) * tw + cell % tw
-        return sample, y, x, (y + self.shift[0]) % (nh * th), (x + self.shift[1]) % (nw * tw)
+        tile, cell = divide(index, th * tw)
+        sample, tile = divide(tile, nh * nw)
+        (tile_y, tile_x), (cell_y, cell_x) = divide(tile, nw), divide(cell, tw)
+        y, x = tile_y * th + cell_y, tile_x * tw + cell_x
+        before = _roll(y, self.shift[0], nh * th), _roll(x, self.shift[1], nw * tw)
+        return sample, y, x, *before
 
     def _compute_indices(self) -> None:
         """Row indices of the tiles' cells among the tokens, and of the tokens in the tiles."""
@@ -138,11 +150,12 @@ class Tiling:
         self._source = torch.where(inside, token, 0)
         self._inside = inside[:, None]
         index = torch.arange(self.batch * (self.height * self.width), device=self.device)
-        row, x = index // self.width, index % self.width
-        sample, y = row // self.height, row % self.height
-        y, x = (y - self.shift[0]) % (nh * th), (x - self.shift[1]) % (nw * tw)
-        tile = (sample * nh + y // th) * nw + x // tw
-        self._target = tile * (th * tw) + (y % th) * tw + x % tw
+        row, x = divide(index, self.width)
+        sample, y = divide(row, self.height)
+        y, x = _roll(y, -self.shift[0], nh * th), _roll(x, -self.shift[1], nw * tw)
+        (tile_y, cell_y), (tile_x, cell_x) = divide(y, th), divide(x, tw)
+        tile = (sample * nh + tile_y) * nw + tile_x
+        self._target = tile * (th * tw) + cell_y * tw + cell_x
 
     def inside(self) -> Tensor:
         """Which cells ``(T, A)`` of the ``T`` tiles of one sample lie on the map."""

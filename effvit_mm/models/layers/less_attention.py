@@ -111,7 +111,7 @@ def attend(scores: Tensor, values: Tensor, proj: nn.Linear) -> Tensor:
     weights = scores.softmax(dim=3).to(values.dtype).view(batch, n, heads * m)
     projected = fold(values, proj.weight.t().view(heads, -1, proj.out_features))
     # each head's weights sum to 1, so that the bias can be added to the few values
-    projected = projected + (proj.bias / heads).to(projected.dtype)
+    projected = projected + (proj.bias * (1 / heads)).to(projected.dtype)
     return weights @ projected
 
 
