@@ -27,7 +27,7 @@ def _safe_globals():
 
 
 def _local_path(path: str) -> str:
-    """The path itself, or of a URL its copy in torch's cache, downloaded once by the main process."""
+    """The path itself; of a URL its copy in torch's cache, downloaded by the main process."""
     if not path.startswith(('http://', 'https://')):
         path = osp.expanduser(path)
         if not osp.isfile(path):
@@ -92,6 +92,7 @@ def select_prefix(state: dict[str, Tensor], prefix: str | None, path: str) -> di
     selected = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
     if not selected:
         raise ValueError(
-            f"{path} has no weights under the prefix '{prefix}'; its first key is '{next(iter(state))}'."
+            f"{path} has no weights under the prefix '{prefix}'; "
+            f"its first key is '{next(iter(state))}'."
         )
     return selected
