@@ -50,8 +50,10 @@ def main() -> None:
     with tqdm(total=args.rounds + 1, desc='rounds', leave=False) as bar:
         timings = time_interleaved(models, image, args.rounds, lambda _: bar.update())
     reference = args.models[-1]
-    where = torch.cuda.get_device_name() if args.device == 'cuda' else (
-        f'{torch.get_num_threads()} CPU threads'
+    where = (
+        torch.cuda.get_device_name()
+        if args.device == 'cuda'
+        else (f'{torch.get_num_threads()} CPU threads')
     )
     print(
         f'\n{args.batch_size} x {args.size[0]} x {args.size[1]}, eval, float32, {where}, '
@@ -62,9 +64,10 @@ def main() -> None:
     for name, t in timings.items():
         ratio = timings[reference].median / t.median
         peak = f'{memory[name]:.0f}' if name in memory else ''
+        spread = f'{t.median * 1e3:.0f} ({t.low * 1e3:.0f}-{t.high * 1e3:.0f})'
         print(
-            f'| {name} | {params[name]:.1f} | {args.batch_size / t.median:.1f} '
-            f'| {t.median * 1e3:.0f} ({t.low * 1e3:.0f}-{t.high * 1e3:.0f}) | {ratio:.2f}x | {peak} |'
+            f'| {name} | {params[name]:.1f} | {args.batch_size / t.median:.1f} | {spread} '
+            f'| {ratio:.2f}x | {peak} |'
         )
 
 

@@ -82,7 +82,8 @@ def awaken(model: nn.Module, gain: float = 1.0) -> nn.Module:
         for module in model.modules():
             for name, p in module.named_parameters(recurse=False):
                 if name == 'weight' and isinstance(module, (nn.Linear, nn.Conv2d)):
-                    p.copy_(noise(p) * gain / p[0].numel() ** 0.5)
+                    scale = gain if isinstance(module, nn.Linear) else 1.0
+                    p.copy_(noise(p) * scale / p[0].numel() ** 0.5)
                 else:
                     p.add_(noise(p), alpha=0.1)
     return model

@@ -124,8 +124,8 @@ class HeadMLP(nn.Module):
 
     Both weights are stored as a learned difference from "no mixing" (each head repeated ``e``
     times, then averaged), so an untrained HeadMLP is close to plain attention and weight decay
-    pulls towards that, not towards zero. Neither layer has a bias: the first's would be invisible to the
-    softmax, the second's would add the *sum* of all values, which grows with the image.
+    pulls towards that, not towards zero. Neither layer has a bias: the first's would be invisible
+    to the softmax, the second's would add the *sum* of all values, which grows with the image.
 
     Args:
         num_heads: Number of heads ``h``.
