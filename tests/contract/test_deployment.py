@@ -91,7 +91,8 @@ def test_drop_path_compiles_as_one_graph_in_training(family):
 
 @pytest.mark.slow
 def test_inductor_compiles_it(family):
-    model = awaken(family.build(), gain=0.5)
+    # one stage: generating code for all of them takes minutes and shows nothing new
+    model = awaken(family.build(out_indices=(0,)), gain=0.5)
     compiled = torch.compile(model, fullgraph=True, dynamic=True)
     assert_equals_eager(compiled, model, [TRACED_SIZE, OTHER_SIZES[1]], tolerance=1e-3)
 

@@ -41,8 +41,8 @@ def init_vit_weights(module: nn.Module) -> None:
     """Initialisation shared by the families: truncated normal (0.02) linear layers, zero biases,
     fan-out normal convolutions. For :meth:`torch.nn.Module.apply`.
 
-    Position encodings keep torch's own initialisation, a third of the variance of what goes in: each
-    is added to the residual stream, whose scale a fan-out normal one multiplies by 1.6 per block.
+    Position encodings keep torch's own initialisation, which adds a third of the variance of what
+    goes in: a fan-out normal one multiplies the residual stream's scale by 1.6 per block.
     """
     if isinstance(module, nn.Linear):
         trunc_normal_(module.weight, std=0.02)
