@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Semantic FPN on the digit scenes written by tools/prepare_digits.py: the ADE20K config with narrow
-# heads and 350 steps, minutes on two CPU cores.
+# heads and 600 steps, minutes on two CPU cores.
 _base_ = ['./semantic_fpn_ade20k.py']
 
 metainfo = dict(
@@ -66,7 +66,7 @@ val_dataloader = dict(
 )
 test_dataloader = val_dataloader
 
-steps = 350
+steps = 600
 optim_wrapper = dict(optimizer=dict(lr=1e-3, weight_decay=0.05))
 param_scheduler = [
     dict(type='LinearLR', start_factor=0.01, by_epoch=False, begin=0, end=30),
