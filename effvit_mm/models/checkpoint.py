@@ -6,13 +6,23 @@ import os.path as osp
 import pickle
 from collections.abc import Mapping
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from mmengine.dist import barrier, is_main_process
+from mmengine.logging import HistoryBuffer
 from torch import Tensor
 from torch.hub import download_url_to_file, get_dir
 
 WRAPPINGS = ('state_dict', 'model', 'module')
+
+
+def _history_method(owner: type, name: str) -> Any:
+    """Stands in for ``getattr`` in checkpoints: mmengine's message hub refers to the statistics of
+    its history buffers that way, and with the real one a checkpoint could reach arbitrary code."""
+    if owner is not HistoryBuffer or name not in ('min', 'max', 'current', 'mean'):
+        raise pickle.UnpicklingError(f'getattr of {name!r} is not allowed')
+    return getattr(owner, name)
 
 
 def _safe_globals():
@@ -22,12 +32,12 @@ def _safe_globals():
         from torch.serialization import safe_globals
     except ImportError:  # mmengine 0.10.7, torch 2.1: there is no list to extend
         return nullcontext()
-    # `getattr` is on mmengine's list, but with it a checkpoint could reach arbitrary code
-    return safe_globals([g for g in get_torch_safe_globals() if g is not getattr])
+    allowed = [g for g in get_torch_safe_globals() if g is not getattr]
+    return safe_globals([*allowed, (_history_method, 'builtins.getattr')])
 
 
 def _local_path(path: str) -> str:
-    """The path itself, or of a URL its copy in torch's cache, downloaded once by the main process."""
+    """The path itself; of a URL its copy in torch's cache, downloaded by the main process."""
     if not path.startswith(('http://', 'https://')):
         path = osp.expanduser(path)
         if not osp.isfile(path):
@@ -60,11 +70,11 @@ def read_state_dict(path: str) -> dict[str, Tensor]:
             content = torch.load(local, map_location='cpu', weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f'{path} was refused: it holds objects other than weights, and loading them could run '
-            'code. If it is a training checkpoint of mmengine, write it with '
+            f'{path} was refused: it is damaged, or holds objects other than weights, and loading '
+            'those could run code. If it is a training checkpoint of mmengine, write it with '
             "CheckpointHook(published_keys=['meta', 'state_dict']) and load the published file."
         ) from error
-    except (RuntimeError, EOFError) as error:
+    except Exception as error:  # whatever torch stumbles over in a damaged file
         raise ValueError(f'{path} is not a complete checkpoint file: {error}') from error
     for key in WRAPPINGS:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
@@ -92,6 +102,7 @@ def select_prefix(state: dict[str, Tensor], prefix: str | None, path: str) -> di
     selected = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
     if not selected:
         raise ValueError(
-            f"{path} has no weights under the prefix '{prefix}'; its first key is '{next(iter(state))}'."
+            f"{path} has no weights under the prefix '{prefix}'; "
+            f"its first key is '{next(iter(state))}'."
         )
     return selected

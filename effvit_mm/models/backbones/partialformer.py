@@ -169,7 +169,7 @@ class PartialStage(nn.Module):
         if self.abstract_token is not None:
             abstract = self.abstract_token.expand(x.shape[0], -1, -1)
         elif self.abstract_proj is not None:
-            abstract = self.abstract_proj(abstract)
+            abstract = self.abstract_proj(self.norm(abstract))
         x, height, width = self.patch_embed(x)
         return x, abstract, height, width
 
@@ -250,7 +250,7 @@ class PartialFormer(PyramidBackbone):
             raise ValueError(f'sqa must be one of {SQA_PROJECTIONS}, not {a["sqa"]!r}.')
         dims = [a['base_channels'] * m for m in a['channel_multipliers']]
         ratios = [as_fraction(r, 'foreground_ratios') for r in a['foreground_ratios']]
-        drop_rates = torch.linspace(0, drop_path_rate, sum(a['depths'])).tolist()
+        last = max(1, sum(a['depths']) - 1)
         self.stages = nn.ModuleList()
         for i in range(self.num_stages):
             before = sum(a['depths'][:i])
@@ -264,7 +264,7 @@ class PartialFormer(PyramidBackbone):
                     sqa=a['sqa'],
                     channel_reduction=a['channel_reduction'],
                     abstract_token=a['abstract_token'],
-                    drop_path=drop_rates[before + j],
+                    drop_path=drop_path_rate * (before + j) / last,
                 )
                 for j in range(a['depths'][i])
             ]

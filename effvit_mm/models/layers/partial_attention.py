@@ -122,10 +122,10 @@ class HeadMLP(nn.Module):
     Maps pre-softmax logits of ``h`` heads to attention weights of ``h`` heads by way of ``e*h``
     mixed heads: ``W_2 softmax(W_1 A)``, the softmax over keys.
 
-    Both weights are stored as a learned difference from "no mixing" (each head repeated ``e`` times,
-    then averaged), so an untrained HeadMLP is close to plain attention and weight decay pulls
-    towards that, not towards zero. Neither layer has a bias: the first's would be invisible to the
-    softmax, the second's would add the *sum* of all values, which grows with the image.
+    Both weights are stored as a learned difference from "no mixing" (each head repeated ``e``
+    times, then averaged), so an untrained HeadMLP is close to plain attention and weight decay
+    pulls towards that, not towards zero. Neither layer has a bias: the first's would be invisible
+    to the softmax, the second's would add the *sum* of all values, which grows with the image.
 
     Args:
         num_heads: Number of heads ``h``.

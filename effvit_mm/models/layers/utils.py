@@ -50,6 +50,12 @@ def at_least_float32(x: Tensor) -> Tensor:
 CACHE_BLOCK = 2**19
 
 
+def _is_compiling() -> bool:
+    if hasattr(torch.compiler, 'is_compiling'):
+        return torch.compiler.is_compiling()
+    return torch._dynamo.is_compiling()  # torch 2.1
+
+
 def blocks_pay(x: Tensor) -> bool:
     """Whether to compute large intermediate results block by block: in eager inference on a CPU.
 
@@ -60,7 +66,7 @@ def blocks_pay(x: Tensor) -> bool:
         x.device.type == 'cpu'
         and not torch.is_grad_enabled()
         and not torch.jit.is_tracing()
-        and not torch.compiler.is_compiling()
+        and not _is_compiling()
     )
 
 

@@ -57,6 +57,12 @@ def test_the_split_follows_the_content_of_the_image():
     assert (masks[0] * masks[1]).sum() / masks[1].sum() < 0.5
 
 
+def test_the_residual_stream_of_a_new_model_keeps_its_scale():
+    x = tokens_before_split(PartialFormer('b4').eval(), torch.randn(1, 3, 64, 64))
+    scales = [float(tokens.std()) for tokens in x]
+    assert max(scales) < 10 and min(scales) > 0.1
+
+
 def test_default_ratios_shrink_with_the_stride():
     ratios = [block.foreground_ratio for block in blocks_of(PartialFormer('b0'))]
     assert ratios == sorted(ratios)

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+# What all configs share, whichever framework they are for.
+custom_imports = dict(imports=['effvit_mm'], allow_failed_imports=False)
+
+# Norms, biases and other vectors, and what starts as a token or as a difference from the identity,
+# are not decayed: decay would pull them to zero, not to what they mean.
+no_decay = dict(
+    norm_decay_mult=0.0,
+    bias_decay_mult=0.0,
+    flat_decay_mult=0.0,
+    custom_keys={
+        'abstract_token': dict(decay_mult=0.0),
+        '.query': dict(decay_mult=0.0),
+        'expand_delta': dict(decay_mult=0.0),
+        'reduce_delta': dict(decay_mult=0.0),
+    },
+)
+
+# At the end of training also write a file with the weights alone, which loads with
+# torch.load(weights_only=True) and as `init_cfg` of another config.
+published_keys = ['meta', 'state_dict']

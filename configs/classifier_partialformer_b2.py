@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+_base_ = ['./_base_/classifier_imagenet.py']
+
+model = dict(
+    backbone=dict(type='PartialFormer', arch='b2', drop_path_rate=0.1),
+    head=dict(in_channels=512),
+)

@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+_base_ = ['./_base_/semantic_fpn_ade20k.py']
+
+model = dict(
+    backbone=dict(type='PartialFormer', arch='b3', drop_path_rate=0.2),
+    neck=dict(in_channels=[80, 160, 320, 640]),
+)

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a backbone costs: multiply-accumulates by formula and by counter, and memory, at any size.
+
+MACs are those of matrix products and convolutions, as papers and OpenMMLab count them. The formula
+follows the paper piece by piece from the architecture's fields, so it checks the code; the counter
+runs the code on fake tensors (shapes without data), so no image is too large for it.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from functools import singledispatch
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from ..models.backbones import PartialFormer
+from ..models.backbones.base import as_fraction
+from ..models.layers.partial_attention import num_foreground
+
+
+@singledispatch
+def analytical_macs(backbone: nn.Module, height: int, width: int) -> int:
+    """MACs of one image by the paper's formulas; every family registers its own.
+
+    Args:
+        backbone: A backbone of this package.
+        height: Image height in pixels.
+        width: Image width in pixels.
+
+    Raises:
+        TypeError: No formula is registered for the backbone's class.
+    """
+    raise TypeError(f'No formula for the cost of {type(backbone).__name__} is registered.')
+
+
+@analytical_macs.register
+def partialformer_macs(backbone: PartialFormer, height: int, width: int) -> int:
+    """PartialFormer (ECCV 2024): MMSA is quadratic in foreground tokens, SQA linear in all."""
+    a = backbone.arch_settings
+    macs, dim_in = 0, backbone.in_channels
+    for i in range(backbone.num_stages):
+        dim, heads = a['base_channels'] * a['channel_multipliers'][i], a['num_heads'][i]
+        ratio = as_fraction(a['foreground_ratios'][i], 'foreground_ratios')
+        stride, extra = (2 if i else 4), int(a['abstract_token'])
+        height, width = -(-height // stride), -(-width // stride)
+        n = height * width
+        n_f = num_foreground(n, ratio) + extra  # [a ; X_f]
+
+        position = 9 * n * dim
+        mmsa = 4 * n_f * dim**2 + 2 * n_f**2 * dim  # q, k, v, projection; Q K^T and A V
+        mmsa += 2 * heads**2 * a['head_expansion'] * n_f**2  # HeadMLP, h -> e h -> h
+        sqa = 0
+        if ratio < 1 and a['sqa'] != 'none':
+            sqa = 2 * n * heads * dim + 3 * dim**2  # q W_k^T X^T and p X; W_q, W_k, W_v once each
+            hidden = max(1, dim // a['channel_reduction'])
+            sqa += 2 * dim * hidden if a['sqa'] == 'channel_mlp' else dim**2
+        ffn = 2 * (n + extra) * dim * int(dim * a['mlp_ratios'][i])
+
+        macs += n * dim * dim_in * (2 * stride - 1) ** 2  # patch embedding
+        macs += extra * dim_in * dim if i else 0  # abstract token from stage to stage
+        macs += a['depths'][i] * (position + mmsa + sqa + ffn)
+        dim_in = dim
+    return macs
+
+
+def _unfused_attention() -> AbstractContextManager:
+    """Fused attention is one operator that counters do not know; unfused it is two products."""
+    try:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+    except ImportError:  # torch < 2.3
+        return torch.backends.cuda.sdp_kernel(enable_flash=False, enable_mem_efficient=False)
+    return sdpa_kernel(SDPBackend.MATH)
+
+
+def counted_macs(model: nn.Module, height: int, width: int, in_channels: int = 3) -> int:
+    """MACs of one image by torch's operator counter, attention included.
+
+    Args:
+        model: Any module that takes an image batch.
+        height: Image height in pixels.
+        width: Image width in pixels.
+        in_channels: Image channels.
+    """
+    model = copy.deepcopy(model).eval().requires_grad_(False)
+    counter = FlopCounterMode(display=False)
+    with FakeTensorMode(allow_non_fake_inputs=True), _unfused_attention(), counter:
+        model(torch.zeros(1, in_channels, height, width))
+    return counter.get_total_flops() // 2
+
+
+class _PeakMemory(TorchDispatchMode):
+    """Adds up the bytes of the storages that are alive, and remembers the most there were."""
+
+    def __init__(self, existing: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        storages = {id(s): s.nbytes() for s in (tensor.untyped_storage() for tensor in existing)}
+        self.alive: dict[int, tuple[int, ref | None]] = {k: (v, None) for k, v in storages.items()}
+        self.now = self.peak = sum(storages.values())
+
+    def _freed(self, key: int) -> None:
+        self.now -= self.alive.pop(key)[0]
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                key = id(storage)
+                if key not in self.alive:
+                    size = storage.nbytes()
+                    self.alive[key] = size, ref(storage, lambda _, key=key: self._freed(key))
+                    self.now += size
+        self.peak = max(self.peak, self.now)
+        return out
+
+
+def peak_memory(
+    model: nn.Module, height: int, width: int, training: bool = False, in_channels: int = 3
+) -> int:
+    """Most bytes of weights, activations and gradients that are alive at once for one image.
+
+    What ``torch.cuda.max_memory_allocated`` measures, but counted on fake tensors, so the same on
+    every machine: workspaces inside operators and the allocator's fragments are not in it. Gradient
+    mode stays on for inference too, only nothing asks for gradients: what is done differently
+    without it depends on a CPU's cores.
+
+    Args:
+        model: Any module that takes an image batch and returns a tensor or a tuple of them.
+        height: Image height in pixels.
+        width: Image width in pixels.
+        training: Forward and backward pass, instead of inference.
+        in_channels: Image channels.
+    """
+    model = copy.deepcopy(model).train(training).requires_grad_(training)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        image = torch.zeros(1, in_channels, height, width)
+        fake_model = {k: fake.from_tensor(v) for k, v in model.state_dict(keep_vars=True).items()}
+        with _PeakMemory(fake_model.values()) as memory:
+            out = torch.func.functional_call(model, fake_model, (image,))
+            if training:
+                sum(o.sum() for o in tree_leaves(out)).backward()
+    return memory.peak
+
+
+def growth_exponent(
+    cost: Callable[[int, int], float], small: int = 224, large: int = 1344
+) -> float:
+    """Exponent ``p`` of a cost that grows like pixels to the power of ``p``; 1 is linear.
+
+    Args:
+        cost: Function of an image's height and width.
+        small: Side of the smaller, square image.
+        large: Side of the larger one.
+    """
+    return math.log(cost(large, large) / cost(small, small)) / math.log((large / small) ** 2)

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures of what a model looks at and of what it finds.
+
+Every ``draw_*`` function returns a matplotlib figure: ``figure.savefig(path)`` writes it, without a
+display. matplotlib is imported only when something is drawn.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..models.backbones.partialformer import PartialFormer
+from ..models.layers.partial_attention import foreground_mask, split_tokens
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+STRIDES = (4, 8, 16, 32)
+OUTLINE = '#ffb000'
+
+
+def foreground_maps(model: nn.Module, images: Tensor) -> list[list[Tensor]]:
+    """Which tokens PartialFormer takes for foreground, in every block.
+
+    The backbone runs unchanged, in eval mode; the split is repeated on what it saw.
+
+    Args:
+        model: A PartialFormer, or a model with one in it.
+        images: Preprocessed images ``(B, in_channels, H, W)``.
+
+    Returns:
+        Of each stage a list with, for each block, a boolean ``(B, ceil(H/s), ceil(W/s))``, ``s``
+        being the stage's stride; true is foreground.
+
+    Raises:
+        ValueError: There is no PartialFormer in the model.
+    """
+    backbone = next((m for m in model.modules() if isinstance(m, PartialFormer)), None)
+    if backbone is None:
+        raise ValueError(
+            f'{type(model).__name__} has no foreground tokens to show: it has no PartialFormer.'
+        )
+    maps: list[list[Tensor]] = [[] for _ in backbone.stages]
+    handles = []
+    for stage_maps, stage in zip(maps, backbone.stages, strict=True):
+        for block in stage.blocks:
+
+            def record(_, args, x, ratio=block.foreground_ratio, into=stage_maps):
+                _, height, width = args
+                mask = foreground_mask(split_tokens(x, ratio), x.shape[1])
+                into.append(mask.view(-1, height, width))
+
+            # what the position encoding returns is what the block splits
+            handles.append(block.pos_embed.register_forward_hook(record))
+    training = backbone.training
+    try:
+        with torch.no_grad():
+            backbone.eval()(images)
+    finally:
+        backbone.train(training)
+        for handle in handles:
+            handle.remove()
+    return maps
+
+
+def to_pixels(tokens: np.ndarray, stride: int, height: int, width: int) -> np.ndarray:
+    """Enlarge a map of tokens ``(h, w)`` to the ``(height, width)`` pixels of the image.
+
+    Token ``i`` looks at a region centred at pixel ``i * stride`` (patch embeddings have odd
+    kernels), so each pixel belongs to the token with the nearest centre.
+    """
+    rows, cols = (
+        np.minimum((np.arange(length) + stride // 2) // stride, count - 1)
+        for length, count in zip((height, width), tokens.shape, strict=True)
+    )
+    return tokens[rows][:, cols]
+
+
+def draw_foreground(
+    image: np.ndarray, maps: Sequence[Sequence[Tensor]], every_block: bool = False
+) -> 'Figure':
+    """Draw an image beside its foreground tokens in each stage.
+
+    Foreground keeps its colours and is outlined, background is dark and grey.
+
+    Args:
+        image: The image that the network saw, RGB ``(H, W, 3)`` uint8.
+        maps: Of each stage, and in it of each block, a boolean ``(h, w)`` map of one image; from
+            :func:`foreground_maps`.
+        every_block: A row for each stage with all its blocks, instead of one row with the last
+            block of each stage.
+    """
+    if every_block:
+        rows = [list(enumerate(stage)) for stage in maps]
+    else:
+        rows = [[(len(stage) - 1, stage[-1]) for stage in maps]]
+    columns = 1 + max(len(row) for row in rows)
+    figure, axes = _grid(len(rows), columns, image.shape[0] / image.shape[1], 2.6, header=0.35)
+    where = 'every block' if every_block else 'the last block of each stage'
+    figure.suptitle(
+        f'PartialFormer in {where}: foreground tokens in colour, background in grey', fontsize=11
+    )
+    _show(axes[0, 0], image, f'image, {image.shape[1]}×{image.shape[0]} pixels')
+    for r, row in enumerate(rows):
+        for c, (block, tokens) in enumerate(row):
+            stage = r if every_block else c
+            title = f'stage {stage + 1}, stride {STRIDES[stage]}'
+            title += f', block {block + 1}' if every_block else ''
+            _show_tokens(axes[r, c + 1], image, tokens.cpu().numpy(), STRIDES[stage], title)
+    return figure
+
+
+def _show_tokens(
+    axes: 'Axes', image: np.ndarray, tokens: np.ndarray, stride: int, title: str
+) -> None:
+    height, width = image.shape[:2]
+    foreground = to_pixels(tokens, stride, height, width)
+    grey = np.repeat(image.mean(axis=2, keepdims=True) * 0.5, 3, axis=2)
+    picture = np.where(foreground[..., None], image, grey.astype(np.uint8))
+    _show(axes, picture, f'{title}\n{tokens.sum()} of {tokens.size} tokens')
+    if not foreground.all():
+        axes.contour(foreground, levels=[0.5], colors=OUTLINE, linewidths=0.7)
+
+
+def draw_detections(
+    images: Sequence[np.ndarray],
+    samples: Sequence[Any],
+    classes: Sequence[str],
+    score_threshold: float = 0.3,
+    pairs_per_row: int = 2,
+) -> 'Figure':
+    """Draw predictions beside the ground truth, image by image.
+
+    Args:
+        images: RGB images ``(H, W, 3)`` uint8, in the coordinates of the boxes.
+        samples: Of each image a ``DetDataSample`` as MMDetection's ``test_step`` returns it, with
+            ``pred_instances`` and, if known, ``gt_instances``. Without, an image stands alone.
+        classes: Names of the classes.
+        score_threshold: Predictions with a lower score are not drawn.
+        pairs_per_row: Images in a row.
+    """
+    panels = []
+    for i, (image, sample) in enumerate(zip(images, samples, strict=True)):
+        if 'gt_instances' in sample and len(sample.gt_instances):
+            panels.append((image, sample.gt_instances, f'image {i + 1}: ground truth'))
+        else:
+            panels.append((image, None, f'image {i + 1}'))
+        found = sample.pred_instances
+        found = found[found.scores >= score_threshold]
+        title = f'image {i + 1}: predicted, score ≥ {score_threshold:g}'
+        panels.append((image, found, title))
+    columns = 2 * min(pairs_per_row, len(images))
+    aspect = max(image.shape[0] / image.shape[1] for image in images)
+    figure, axes = _grid(-(-len(panels) // columns), columns, aspect, 3.2)
+    for ax, (image, instances, title) in zip(axes.flat, panels, strict=False):
+        _show(ax, image, title)
+        if instances is not None:
+            _show_instances(ax, instances, classes)
+    return figure
+
+
+def _show_instances(axes: 'Axes', instances: Any, classes: Sequence[str]) -> None:
+    import matplotlib
+    from matplotlib.patches import Rectangle
+
+    boxes = getattr(instances.bboxes, 'tensor', instances.bboxes).cpu().numpy()
+    labels = instances.labels.tolist()
+    texts = [classes[label] for label in labels]
+    if 'scores' in instances:
+        scores = instances.scores.tolist()
+        texts = [f'{text} {score:.2f}' for text, score in zip(texts, scores, strict=True)]
+    masks = instances.get('masks')
+    if masks is not None:
+        masks = masks.cpu().numpy() if isinstance(masks, Tensor) else masks.to_ndarray()
+    palette = matplotlib.colormaps['tab10' if len(classes) <= 10 else 'tab20'].colors
+    for i, (left, top, right, bottom) in enumerate(boxes):
+        colour = palette[labels[i] % len(palette)]
+        if masks is not None and masks[i].any():
+            axes.contour(masks[i].astype(float), levels=[0.5], colors='white', linewidths=1.8)
+            axes.contour(masks[i].astype(float), levels=[0.5], colors=[colour], linewidths=1.0)
+        # pixel centres are at whole numbers in the picture, pixel corners are in the box
+        corner, width, height = (left - 0.5, top - 0.5), right - left, bottom - top
+        axes.add_patch(Rectangle(corner, width, height, fill=False, edgecolor=colour, lw=1.5))
+        axes.text(
+            *corner,
+            texts[i],
+            fontsize=7,
+            color='white',
+            va='bottom' if top > 8 else 'top',
+            bbox=dict(facecolor=colour, edgecolor='none', pad=1),
+            clip_on=True,
+        )
+
+
+def _grid(
+    rows: int, columns: int, aspect: float, width: float, header: float = 0.0
+) -> tuple['Figure', np.ndarray]:
+    """Figure and ``(rows, columns)`` empty axes for images of ``aspect`` height over width.
+
+    ``width`` is that of an image and ``header`` the room above all of them, in inches.
+    """
+    from matplotlib.figure import Figure
+
+    title = 0.45
+    figure = Figure(
+        figsize=(columns * width, rows * (width * aspect + title) + header),
+        dpi=150,
+        layout='compressed',
+    )
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for ax in axes.flat:
+        ax.set_axis_off()
+    return figure, axes
+
+
+def _show(axes: 'Axes', image: np.ndarray, title: str) -> None:
+    axes.imshow(image, interpolation='nearest')
+    axes.set_title(title, fontsize=9)

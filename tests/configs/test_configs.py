@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every config: what it builds, and for those on the digits that the real Runner trains it."""
+
+import subprocess
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from mmengine.config import Config
+from mmengine.optim import build_optim_wrapper
+from mmengine.registry import DefaultScope
+from mmengine.runner import Runner
+
+from effvit_mm.engine.launch import FRAMEWORKS, import_framework
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = sorted(path.stem for path in (ROOT / 'configs').glob('*.py'))
+SCOPES = dict(mask_rcnn='mmdet', semantic_fpn='mmseg', classifier='mmpretrain')
+DIGITS = [name for name in CONFIGS if name.endswith('_digits')]
+
+
+def load(name):
+    """A config, its framework imported; skipped where that is not installed."""
+    scope = next(scope for head, scope in SCOPES.items() if name.startswith(head))
+    if find_spec(scope) is None:
+        pytest.skip(f'{FRAMEWORKS[scope]} is not installed')
+    import_framework(scope)
+    return Config.fromfile(ROOT / 'configs' / f'{name}.py')
+
+
+@pytest.fixture(scope='module', params=CONFIGS)
+def built(request):
+    """A config and its model in the config's scope."""
+    cfg = load(request.param)
+    with DefaultScope.overwrite_default_scope(cfg.default_scope):
+        model = import_module(f'{cfg.default_scope}.registry').MODELS.build(
+            {**cfg.model, **preprocessor_beside_the_model(cfg)}
+        )
+        model.init_weights()
+        yield cfg, model
+
+
+def preprocessor_beside_the_model(cfg):
+    """The Runner puts a `data_preprocessor` of the config into the model."""
+    return dict(data_preprocessor=cfg.data_preprocessor) if 'data_preprocessor' in cfg else {}
+
+
+def test_there_is_a_config_for_each_task_and_size_and_one_on_the_digits():
+    expected = {
+        f'{head}_partialformer_{size}'
+        for head in SCOPES
+        for size in ('b0', 'b1', 'b2', 'b3', 'b4', 'b0_digits')
+    }
+    assert expected <= set(CONFIGS)
+
+
+@pytest.mark.parametrize('name', CONFIGS)
+def test_configs_need_one_import_of_ours_and_write_checkpoints_that_load_safely(name):
+    cfg = load(name)
+    assert cfg.custom_imports == dict(imports=['effvit_mm'], allow_failed_imports=False)
+    assert cfg.default_hooks.checkpoint.published_keys == ['meta', 'state_dict']
+    assert cfg.auto_scale_lr.base_batch_size in (8, 16, 64, 1024)
+
+
+@pytest.mark.parametrize('name', [name for name in CONFIGS if not name.endswith('_digits')])
+def test_the_benchmark_recipes_are_those_of_the_literature(name):
+    cfg = load(name)
+    optimizer = cfg.optim_wrapper.optimizer
+    assert optimizer.type == 'AdamW'
+    if name.startswith('mask_rcnn'):
+        expected = (1e-4, 0.05, 16)
+        assert cfg.train_cfg.max_epochs == 12 and cfg.train_dataloader.batch_size == 2
+        assert cfg.train_dataloader.dataset.pipeline[2].scale == (1333, 800)
+    elif name.startswith('classifier'):
+        expected = (1e-3, 0.05, 1024)
+        assert cfg.train_cfg.max_epochs == 300
+    else:
+        expected = (1e-4, 1e-4, 16)
+        assert cfg.train_cfg.max_iters == 80000
+        assert cfg.model.data_preprocessor.size == (512, 512)
+    assert (optimizer.lr, optimizer.weight_decay) == pytest.approx(expected[:2])
+    assert cfg.auto_scale_lr.base_batch_size == expected[2]
+
+
+def test_what_follows_the_backbone_has_its_channels(built):
+    cfg, model = built
+    if cfg.default_scope == 'mmpretrain':
+        assert cfg.model.head.in_channels == model.backbone.out_channels[-1]
+    else:
+        assert list(cfg.model.neck.in_channels) == model.backbone.out_channels
+
+
+def test_the_built_model_predicts_on_a_small_image(built):
+    cfg, model = built
+    sample = dict(
+        mmdet='mmdet.structures:DetDataSample',
+        mmseg='mmseg.structures:SegDataSample',
+        mmpretrain='mmpretrain.structures:DataSample',
+    )[cfg.default_scope]
+    module, name = sample.split(':')
+    size = (96, 64)
+    meta = dict(
+        ori_shape=size, img_shape=size, batch_input_shape=size, pad_shape=size, scale_factor=(1, 1)
+    )
+    data = dict(
+        inputs=[torch.randint(0, 256, (3, *size), dtype=torch.uint8)],
+        data_samples=[getattr(import_module(module), name)(metainfo=meta)],
+    )
+    if cfg.default_scope == 'mmpretrain':
+        data['inputs'] = torch.stack(data['inputs'])
+    model.eval()
+    with torch.no_grad():
+        (prediction,) = model.test_step(data)
+    if cfg.default_scope == 'mmdet':
+        masks = prediction.pred_instances.masks
+        assert masks.shape[1:] == size and len(masks) == len(prediction.pred_instances.labels)
+    elif cfg.default_scope == 'mmseg':
+        assert prediction.seg_logits.data.shape == (cfg.model.decode_head.num_classes, *size)
+    else:
+        assert prediction.pred_score.shape == (cfg.model.head.num_classes,)
+
+
+def test_norms_biases_tokens_and_differences_are_not_decayed(built):
+    cfg, model = built
+    wrapper = build_optim_wrapper(model, cfg.optim_wrapper)
+    decay = {
+        id(p): group['weight_decay'] for group in wrapper.param_groups for p in group['params']
+    }
+    keys = model.backbone.no_decay_keys
+    found = dict.fromkeys(keys, False)
+    for name, parameter in model.named_parameters():
+        kept = [key for key in keys if key in name and name.startswith('backbone.')]
+        found.update(dict.fromkeys(kept, True))
+        expected = 0 if kept or parameter.ndim <= 1 else cfg.optim_wrapper.optimizer.weight_decay
+        assert decay[id(parameter)] == expected, name
+    assert found['abstract_token'] and found['expand_delta'] and found['reduce_delta']
+
+
+@pytest.fixture(scope='module')
+def digits(tmp_path_factory):
+    """A few of the embedded pictures, as tools/prepare_digits.py writes them."""
+    root = tmp_path_factory.mktemp('root') / 'data' / 'digits'
+    counts = ['--num-train', '4', '--num-val', '2']
+    counts += ['--num-classification-train', '20', '--num-classification-val', '10']
+    subprocess.run(
+        [sys.executable, ROOT / 'tools' / 'prepare_digits.py', '--out', root, *counts], check=True
+    )
+    return root
+
+
+@pytest.mark.parametrize('name', DIGITS)
+def test_a_digits_config_trains_two_steps_and_is_evaluated(name, digits, tmp_path, monkeypatch):
+    # paths in the digits configs are relative
+    monkeypatch.chdir(digits.parent.parent)
+    cfg = load(name)
+    cfg.work_dir = str(tmp_path)
+    cfg.experiment_name = name
+    cfg.launcher = 'none'
+    if 'max_iters' in cfg.train_cfg:
+        cfg.train_cfg.update(max_iters=2, val_interval=2)
+        cfg.train_dataloader.batch_size = 2
+    else:
+        cfg.train_cfg.max_epochs = 1
+        cfg.train_dataloader.batch_size = 10
+    if cfg.default_scope == 'mmpretrain':
+        for split in ('train', 'val', 'test'):
+            cfg[f'{split}_dataloader'].collate_fn = dict(type='default_collate')
+    runner = Runner.from_cfg(cfg)
+    before = {key: value.clone() for key, value in runner.model.backbone.state_dict().items()}
+    runner.train()
+    assert runner.iter == 2
+    after = runner.model.backbone.state_dict()
+    assert all(torch.isfinite(value).all() for value in after.values())
+    assert any(not torch.equal(before[key], value) for key, value in after.items())
+    metrics = runner.val_loop.run()
+    expected = dict(mmdet='coco/segm_mAP', mmseg='mIoU', mmpretrain='accuracy/top1')
+    assert expected[cfg.default_scope] in metrics

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backbones that the contract is run over. A new family joins by one entry in ``FAMILIES``."""
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from effvit_mm import PartialFormer
+from effvit_mm.models.backbones import PyramidBackbone
+
+STRIDES = (4, 8, 16, 32)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Published cost of a named architecture as a 1000-way classifier at 224 x 224."""
+
+    gmacs: float | None = None
+    params: float | None = None  # millions
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the contract has to know about a family beyond its class.
+
+    Args:
+        cls: The backbone's class.
+        small: A fast ``arch`` dict with everything switched on, and two blocks in the second stage.
+        indivisible: Fields that, put into ``small``, let heads not divide channels.
+        budgets: Published cost of every named architecture; empty where nothing is published.
+        mirror: Makes a model mirror-symmetric in place, where a mechanism can be: convolution
+            kernels are symmetrised already, matrices bound to a grid are left to this function.
+            None: not possible, then nothing is checked by mirroring.
+        poison_padding: For families that tile. Context in which the cells that a model's tiles add
+            beyond the map hold garbage instead of what they usually hold.
+        ablations: Fields that, put into ``small``, each switch another part on or off.
+    """
+
+    cls: type[PyramidBackbone]
+    small: dict[str, Any]
+    indivisible: dict[str, Any]
+    budgets: dict[str, Budget] = field(default_factory=dict)
+    mirror: Callable[[nn.Module], None] | None = None
+    poison_padding: Callable[[nn.Module], AbstractContextManager] | None = None
+    ablations: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.cls.__name__
+
+    def config(self, **kwargs: Any) -> dict[str, Any]:
+        """Config of the small backbone."""
+        return dict(type=self.name, arch=copy.deepcopy(self.small), **kwargs)
+
+    def build(self, awake: bool = True, **kwargs: Any) -> PyramidBackbone:
+        """The small backbone in eval mode, awakened unless told otherwise; always the same."""
+        torch.manual_seed(0)
+        model = self.cls(arch=copy.deepcopy(self.small), **kwargs).eval()
+        return awaken(model) if awake else model
+
+
+def awaken(model: nn.Module, gain: float = 1.0) -> nn.Module:
+    """Weights of a size that training would give them, so that nothing is hidden by being zero.
+
+    Fresh transformers are almost the identity; errors in what their blocks add would not show.
+
+    Args:
+        model: Changed in place.
+        gain: Standard deviation of a linear layer's output for inputs of standard deviation 1.
+    """
+    generator = torch.Generator().manual_seed(1)
+
+    def noise(p: Tensor) -> Tensor:
+        return torch.randn(p.shape, generator=generator, dtype=p.dtype)
+
+    with torch.no_grad():
+        for module in model.modules():
+            for name, p in module.named_parameters(recurse=False):
+                if name == 'weight' and isinstance(module, (nn.Linear, nn.Conv2d)):
+                    scale = gain if isinstance(module, nn.Linear) else 1.0
+                    p.copy_(noise(p) * scale / p[0].numel() ** 0.5)
+                else:
+                    p.add_(noise(p), alpha=0.1)
+    return model
+
+
+def image(
+    height: int, width: int, batch: int = 2, channels: int = 3, seed: int = 0, **kwargs: Any
+) -> Tensor:
+    """A batch of noise images ``(batch, channels, height, width)``."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, channels, height, width, generator=generator, **kwargs)
+
+
+def random_loss(outputs: tuple[Tensor, ...]) -> Tensor:
+    """A scalar that every feature takes part in, each with another weight."""
+    return sum((o * image(*o.shape[2:], *o.shape[:2]).to(o)).mean() for o in outputs)
+
+
+FAMILIES = [
+    Family(
+        PartialFormer,
+        small=dict(base_channels=16, depths=(1, 2, 1, 1), num_heads=(1, 2, 4, 8)),
+        indivisible=dict(num_heads=(3, 2, 4, 8)),
+        # b0, b3 and b4 are published; b1 and b2 lie evenly between on a logarithmic scale
+        budgets=dict(
+            b0=Budget(0.4), b1=Budget(0.82), b2=Budget(1.67), b3=Budget(3.4, 36.0), b4=Budget(6.8)
+        ),
+        mirror=lambda model: None,
+        ablations=(
+            dict(abstract_token=False),
+            dict(head_expansion=0),
+            dict(sqa='linear'),
+            dict(sqa='none'),
+            dict(foreground_ratios=(1, 1, 1, 1)),
+            dict(channel_multipliers=(1, 2, 3, 4)),
+        ),
+    ),
+]

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train a config of MMPretrain, MMDetection or MMSegmentation with mmengine's Runner."""
+
+import argparse
+import os.path as osp
+import sys
+
+# so that a plain clone works; an installed effvit_mm comes first
+sys.path.append(osp.dirname(osp.dirname(osp.abspath(__file__))))
+
+import torch
+
+from effvit_mm.engine.launch import (
+    SetupError,
+    add_common_arguments,
+    build_runner,
+    check_data,
+    load_config,
+    parse_args,
+    run_or_explain,
+)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument('config', help='path of the config')
+    parser.add_argument(
+        '--resume',
+        nargs='?',
+        const='auto',
+        metavar='CHECKPOINT',
+        help='resume from this checkpoint, or without a value from the latest in the work dir',
+    )
+    parser.add_argument('--amp', action='store_true', help='mixed precision (needs a GPU)')
+    parser.add_argument(
+        '--auto-scale-lr',
+        action='store_true',
+        help='scale the learning rate to the batch size, from that of auto_scale_lr in the config',
+    )
+    add_common_arguments(parser)
+    return parser
+
+
+def main() -> None:
+    """Check what can be checked, then hand over to the Runner."""
+    args = parse_args(make_parser())
+    if args.resume not in (None, 'auto') and not osp.isfile(args.resume):
+        raise SetupError(f'There is no checkpoint {args.resume} to resume from.')
+    cfg = load_config(args)
+    check_data(cfg, 'train', 'val')
+    if args.amp:
+        wrapper = cfg.optim_wrapper.get('type', 'OptimWrapper')
+        if wrapper not in ('OptimWrapper', 'AmpOptimWrapper'):
+            raise SetupError(f'--amp replaces OptimWrapper; the config has {wrapper}.')
+        if not torch.cuda.is_available():
+            raise SetupError('--amp needs a GPU; mmengine has no mixed precision on the CPU.')
+        cfg.optim_wrapper.type = 'AmpOptimWrapper'
+        cfg.optim_wrapper.setdefault('loss_scale', 'dynamic')
+    if args.auto_scale_lr:
+        if 'base_batch_size' not in cfg.get('auto_scale_lr', {}):
+            raise SetupError('--auto-scale-lr needs auto_scale_lr.base_batch_size in the config.')
+        cfg.auto_scale_lr.enable = True
+    if args.resume is not None:
+        cfg.resume = True
+        cfg.load_from = None if args.resume == 'auto' else args.resume
+    build_runner(cfg).train()
+
+
+if __name__ == '__main__':
+    run_or_explain(main)

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draw what a trained model looks at, or what it finds.
+
+  foreground   PartialFormer's foreground tokens in each stage, one picture per image
+  predictions  a detector's boxes and masks beside the ground truth, one picture of all images
+
+Examples:
+
+  visualize.py foreground CONFIG CHECKPOINT --images street.jpg garden.jpg
+  visualize.py predictions CONFIG CHECKPOINT --num 8 --score-threshold 0.5
+
+Without --images the first images of the config's test data are taken.
+"""
+
+import argparse
+import os.path as osp
+import sys
+from collections.abc import Iterator, Sequence
+
+# so that a plain clone works; an installed effvit_mm comes first
+sys.path.append(osp.dirname(osp.dirname(osp.abspath(__file__))))
+
+import numpy as np
+import torch
+from mmengine.config import Config, DictAction
+from mmengine.dataset import Compose, pseudo_collate
+from mmengine.registry import DATASETS, MODELS, init_default_scope
+from mmengine.runner import load_checkpoint
+from mmengine.utils import mkdir_or_exist
+from torch import Tensor, nn
+
+from effvit_mm.analysis.pictures import draw_detections, draw_foreground, foreground_maps
+from effvit_mm.engine.launch import SetupError, check_data, load_config, run_or_explain
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest='command', required=True, metavar='COMMAND')
+    foreground = commands.add_parser('foreground', help="PartialFormer's foreground tokens")
+    foreground.add_argument(
+        '--every-block', action='store_true', help='show all blocks, not only the last of a stage'
+    )
+    predictions = commands.add_parser('predictions', help="a detector's boxes and masks")
+    predictions.add_argument(
+        '--score-threshold', type=float, default=0.3, help='draw no lower scores (default 0.3)'
+    )
+    for command in (foreground, predictions):
+        command.add_argument('config', help='path of the config')
+        command.add_argument('checkpoint', help='path or URL of the checkpoint')
+        command.add_argument('--images', nargs='+', metavar='PATH', help='images of your own')
+        command.add_argument(
+            '--num', type=int, default=4, help='how many images of the test data (default 4)'
+        )
+        command.add_argument(
+            '--out-dir', help='where pictures go; default: work_dirs/<config name>/pictures'
+        )
+        command.add_argument(
+            '--device', default='cuda' if torch.cuda.is_available() else 'cpu', help='cpu, cuda, …'
+        )
+        command.add_argument(
+            '--cfg-options',
+            nargs='+',
+            action=DictAction,
+            metavar='KEY=VALUE',
+            help='settings of the config to override',
+        )
+        command.set_defaults(launcher='none', work_dir=None)
+    return parser.parse_args(argv)
+
+
+def build_model(cfg: Config, checkpoint: str, device: str) -> nn.Module:
+    """The config's model with the checkpoint's weights, in eval mode.
+
+    Raises:
+        SetupError: There is no such checkpoint, or it is of another model.
+    """
+    if '://' not in checkpoint and not osp.isfile(checkpoint):
+        raise SetupError(f'There is no checkpoint {checkpoint}.')
+    model = MODELS.build(cfg.model)
+    try:
+        load_checkpoint(model, checkpoint, map_location='cpu', strict=True)
+    except RuntimeError as error:
+        reason = ' '.join(str(error).split())[:200] + ' …'
+        raise SetupError(f'{checkpoint} does not fit the config: {reason}') from error
+    return model.to(device).eval()
+
+
+def load_data(cfg: Config, images: Sequence[str] | None, num: int) -> Iterator[dict]:
+    """What the config's test pipeline makes of the user's images, or of the first test data.
+
+    Raises:
+        SetupError: An image, or the test data, are not there.
+    """
+    if not images:
+        check_data(cfg, 'test')
+        dataset = DATASETS.build(cfg.test_dataloader.dataset)
+        for i in range(min(num, len(dataset))):
+            yield dataset[i]
+        return
+    for path in images:
+        if not osp.isfile(path):
+            raise SetupError(f'There is no image {path}.')
+    steps = cfg.test_dataloader.dataset.pipeline
+    pipeline = Compose([step for step in steps if 'LoadAnnotations' not in step['type']])
+    for i, path in enumerate(images):
+        yield pipeline(dict(img_path=path, img_id=i))
+
+
+def network_input(model: nn.Module, data: dict) -> tuple[Tensor, np.ndarray]:
+    """The batch of one that the backbone gets, and the same image to look at, RGB ``(H, W, 3)``.
+
+    Both after the pipeline's resizing and with the preprocessor's padding, so cells fall in place.
+    """
+    batch = model.data_preprocessor(pseudo_collate([data]), False)['inputs']
+    bgr = data['inputs'].permute(1, 2, 0).numpy()
+    picture = np.zeros((*batch.shape[2:], 3), np.uint8)
+    picture[: bgr.shape[0], : bgr.shape[1]] = bgr[..., ::-1]
+    return batch, picture
+
+
+def foreground(model: nn.Module, args: argparse.Namespace, cfg: Config) -> Iterator[tuple]:
+    """File names and figures of the foreground tokens, image by image."""
+    for i, data in enumerate(load_data(cfg, args.images, args.num)):
+        batch, picture = network_input(model, data)
+        try:
+            maps = foreground_maps(model, batch)
+        except ValueError as error:
+            raise SetupError(str(error)) from error
+        name = osp.splitext(osp.basename(data['data_samples'].img_path))[0]
+        maps = [[mask[0] for mask in stage] for stage in maps]
+        yield f'foreground_{i}_{name}.png', draw_foreground(picture, maps, args.every_block)
+
+
+def predictions(model: nn.Module, args: argparse.Namespace, cfg: Config) -> Iterator[tuple]:
+    """File name and figure of the predictions on all images."""
+    if cfg.default_scope != 'mmdet':
+        raise SetupError("'predictions' draws boxes and masks: it needs a config of MMDetection.")
+    import mmcv
+
+    images, samples = [], []
+    for data in load_data(cfg, args.images, args.num):
+        with torch.no_grad():
+            samples += model.test_step(pseudo_collate([data]))
+        # predictions are in the coordinates of the file, not of the resized image
+        images.append(mmcv.imread(data['data_samples'].img_path, channel_order='rgb'))
+    classes = DATASETS.build({**cfg.test_dataloader.dataset, 'lazy_init': True}).metainfo['classes']
+    yield 'predictions.png', draw_detections(images, samples, classes, args.score_threshold)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Build the model, draw, and say where the pictures are."""
+    args = parse_args(argv)
+    cfg = load_config(args)
+    init_default_scope(cfg.default_scope)
+    if args.num < 1:
+        raise SetupError(f'--num must be at least 1, not {args.num}.')
+    model = build_model(cfg, args.checkpoint, args.device)
+    out_dir = args.out_dir or osp.join(cfg.work_dir, 'pictures')
+    mkdir_or_exist(out_dir)
+    draw = {'foreground': foreground, 'predictions': predictions}[args.command]
+    for name, figure in draw(model, args, cfg):
+        figure.savefig(osp.join(out_dir, name))
+        print(f'Wrote {osp.join(out_dir, name)}')
+
+
+if __name__ == '__main__':
+    run_or_explain(main)
