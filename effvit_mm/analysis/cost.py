@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..models.backbones import PartialFormer
+from ..models.backbones import LaViT, PartialFormer
 from ..models.backbones.base import as_fraction
 from ..models.layers.partial_attention import num_foreground
 
@@ -67,6 +67,38 @@ def partialformer_macs(backbone: PartialFormer, height: int, width: int) -> int:
         macs += extra * dim_in * dim if i else 0  # abstract token from stage to stage
         macs += a['depths'][i] * (position + mmsa + sqa + ffn)
         dim_in = dim
+    return macs
+
+
+@analytical_macs.register
+def lavit_macs(backbone: LaViT, height: int, width: int) -> int:
+    """LaViT (CVPR 2024): with few keys, query and output weights are applied on the keys' side."""
+    a = backbone.arch_settings
+    macs, dim_in, heads_in, image = 0, backbone.in_channels, 0, (height, width)
+    m = a['key_grid'] ** 2
+    for i in range(backbone.num_stages):
+        dim, heads, ratio = a['dims'][i], a['num_heads'][i], a['reductions'][i]
+        stride, side = (2 if i else 4), a['query_grids'][i]
+        height, width = -(-height // stride), -(-width // stride)
+        n, cells = height * width, -(-height // ratio) * -(-width // ratio)
+
+        reduction = cells * dim**2 * ratio**2 if ratio > 1 else 0
+        if image != (4 * 2**i * ratio * a['key_grid'],) * 2:
+            reduction += cells * m * dim  # average to the grid of keys
+        projected = 2 * m * dim**2 + n * heads * m * dim  # K W_q and X (W_q K^T), or V W_o and P V
+        theta = n * heads * m**2
+        psi = 0
+        if side is not None:
+            psi = -(-height // side) * -(-width // side) * side**4 * heads * m
+        ffn = 2 * n * dim * int(dim * a['mlp_ratios'][i])
+
+        vanilla, depth = a['vanilla_layers'][i], a['depths'][i]
+        macs += n * dim * dim_in * (2 * stride - 1) ** 2 + 9 * n * dim  # embeddings
+        if i and a['attention_residual']:
+            macs += n * heads_in * m * (9 + heads)
+        macs += depth * (reduction + projected + ffn)
+        macs += vanilla * projected + (depth - vanilla) * (theta + psi)
+        dim_in, heads_in = dim, heads
     return macs
 
 

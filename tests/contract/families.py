@@ -2,16 +2,17 @@
 """The backbones that the contract is run over. A new family joins by one entry in ``FAMILIES``."""
 
 import copy
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from effvit_mm import PartialFormer
+from effvit_mm import LaViT, PartialFormer
 from effvit_mm.models.backbones import PyramidBackbone
+from effvit_mm.models.layers.grid import Tiling
 
 STRIDES = (4, 8, 16, 32)
 
@@ -102,6 +103,23 @@ def random_loss(outputs: tuple[Tensor, ...]) -> Tensor:
     return sum((o * image(*o.shape[2:], *o.shape[:2]).to(o)).mean() for o in outputs)
 
 
+@contextmanager
+def poison_tiles(model: nn.Module) -> Iterator[None]:
+    """Put garbage into the tiles' cells beyond the map when they are joined. Before the maps over
+    queries these cells are 0 by design, and cutting sets them so."""
+    join = Tiling.join
+
+    def poisoned(self: Tiling, tiles: Tensor) -> Tensor:
+        outside = ~self.inside().repeat(self.batch, 1)
+        return join(self, tiles.masked_fill(outside[..., None], 1e3))
+
+    Tiling.join = poisoned
+    try:
+        yield
+    finally:
+        Tiling.join = join
+
+
 FAMILIES = [
     Family(
         PartialFormer,
@@ -119,6 +137,21 @@ FAMILIES = [
             dict(sqa='none'),
             dict(foreground_ratios=(1, 1, 1, 1)),
             dict(channel_multipliers=(1, 2, 3, 4)),
+        ),
+    ),
+    Family(
+        LaViT,
+        small=dict(dims=(16, 16, 32, 32), depths=(2, 2, 2, 2), num_heads=(1, 2, 4, 4)),
+        indivisible=dict(num_heads=(3, 2, 4, 8)),
+        budgets=dict(tiny=Budget(1.6, 10.9), small=Budget(3.3, 22.4), base=Budget(6.1, 39.6)),
+        poison_padding=poison_tiles,
+        ablations=(
+            dict(vanilla_layers=(2, 2, 2, 2)),
+            dict(attention_residual=False),
+            dict(query_grids=(None,) * 4),
+            dict(query_grids=(None, 28, 14, 7)),
+            dict(key_grid=5),
+            dict(reductions=(4, 4, 2, 1)),
         ),
     ),
 ]

@@ -196,7 +196,8 @@ class LaViT(AuxiliaryLossSource, PyramidBackbone):
                     f'vanilla_layers: stage {i} needs between 1 and {a["depths"][i]} of them, as '
                     f'deep as it is, not {a["vanilla_layers"][i]}.'
                 )
-        drop_rates = torch.linspace(0, drop_path_rate, sum(a['depths'])).tolist()
+        last = max(1, sum(a['depths']) - 1)
+        drop_rates = [drop_path_rate * j / last for j in range(last + 1)]
         self.stages = nn.ModuleList()
         for i in range(self.num_stages):
             self.stages.append(self._build_stage(i, drop_rates[sum(a['depths'][:i]) :]))
