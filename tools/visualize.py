@@ -95,7 +95,7 @@ def load_data(cfg: Config, images: Sequence[str] | None, num: int) -> Iterator[d
         SetupError: An image, or the test data, are not there.
     """
     if not images:
-        check_data(cfg, 'test')
+        check_data(Config(dict(test_dataloader=cfg.test_dataloader)), 'test')  # no evaluator here
         dataset = DATASETS.build(cfg.test_dataloader.dataset)
         for i in range(min(num, len(dataset))):
             yield dataset[i]
