@@ -22,7 +22,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
 
 demo: $(DEMO)/.trained ## train a PartialFormer Mask R-CNN on handwritten digits, AP and pictures
-	$(PY) tools/visualize.py predictions $(CONFIG) $(TRAINED) --num 8 --out-dir $(DEMO)/pictures
+	$(PY) tools/visualize.py predictions $(CONFIG) $(TRAINED) --num 8 --score-threshold 0.5 --out-dir $(DEMO)/pictures
 	$(PY) tools/visualize.py foreground $(CONFIG) $(TRAINED) --num 4 --out-dir $(DEMO)/pictures
 	$(PY) tools/test.py $(CONFIG) $(TRAINED) --work-dir $(DEMO)
 	@echo "Average precision: the lines above. Pictures: $(abspath $(DEMO)/pictures)"
