@@ -9,6 +9,8 @@ import torch
 from mmengine.logging import print_log
 from torch import Tensor, nn
 
+from .layers.utils import is_compiling
+
 
 class _Tie(torch.autograd.Function):
     """The identity of a feature and a loss, which makes both pass through the same backward node.
@@ -42,7 +44,7 @@ class AuxiliaryLossSource:
         """Whether somebody collects losses now. Warns once when training without a collector."""
         if not (self.training and torch.is_grad_enabled()):
             return False
-        if not self._collected and not self._warned and not torch.compiler.is_compiling():
+        if not self._collected and not self._warned and not is_compiling():
             self._warned = True
             print_log(
                 f'{type(self).__name__} is trained without its auxiliary losses: nobody collects '

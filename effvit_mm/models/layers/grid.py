@@ -19,10 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-
-def is_captured() -> bool:
-    """Whether a graph is being made that must not depend on the size at hand."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+from .utils import is_captured
 
 
 def ceil_div(a: int, b: int) -> int:

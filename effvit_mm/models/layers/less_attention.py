@@ -21,8 +21,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .grid import Tiling, ceil_div, cover_matrix, is_captured
-from .utils import at_least_float32, full_precision, map_to_tokens, tokens_to_map
+from .grid import Tiling, ceil_div, cover_matrix
+from .utils import (
+    at_least_float32,
+    check_heads,
+    full_precision,
+    is_captured,
+    map_to_tokens,
+    tokens_to_map,
+)
 
 
 class StageGrid(NamedTuple):
@@ -313,12 +320,6 @@ class LessAttention(nn.Module):
         """
         scores = self.transform(scores, grid.tiling)
         return attend(scores, self.v(self.reduction(x, grid)), self.proj), scores
-
-
-def check_heads(dim: int, num_heads: int) -> None:
-    """Refuse heads that do not divide the channels."""
-    if dim % num_heads:
-        raise ValueError(f'{dim} channels cannot be divided among {num_heads} heads.')
 
 
 def attention_between_cells(attention: Tensor, grid: StageGrid, key_grid: int) -> Tensor:

@@ -16,7 +16,7 @@ from timm.layers import trunc_normal_
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .utils import CACHE_BLOCK, at_least_float32, blocks_pay, full_precision
+from .utils import CACHE_BLOCK, at_least_float32, blocks_pay, check_heads, full_precision
 
 MASKED = -1e30  # a large finite float32: -inf would become NaN where a whole row is masked
 MANY_QUERIES = (
@@ -170,8 +170,7 @@ class MixedMultiHeadAttention(nn.Module):
 
     def __init__(self, dim: int, num_heads: int, head_expansion: int = 2) -> None:
         super().__init__()
-        if dim % num_heads:
-            raise ValueError(f'{dim} channels cannot be divided among {num_heads} heads.')
+        check_heads(dim, num_heads)
         self.num_heads = num_heads
         self.head_dim = dim // num_heads
         self.qkv = nn.Linear(dim, 3 * dim, bias=False)

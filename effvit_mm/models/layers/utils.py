@@ -50,10 +50,22 @@ def at_least_float32(x: Tensor) -> Tensor:
 CACHE_BLOCK = 2**19
 
 
-def _is_compiling() -> bool:
+def is_compiling() -> bool:
+    """Whether torch compiles or exports; torch 2.1 asks under another name."""
     if hasattr(torch.compiler, 'is_compiling'):
         return torch.compiler.is_compiling()
-    return torch._dynamo.is_compiling()  # torch 2.1
+    return torch._dynamo.is_compiling()
+
+
+def is_captured() -> bool:
+    """Whether a graph is being made that must not depend on the size at hand."""
+    return is_compiling() or torch.jit.is_tracing()
+
+
+def check_heads(dim: int, num_heads: int) -> None:
+    """Refuse heads that do not divide the channels."""
+    if dim % num_heads:
+        raise ValueError(f'{dim} channels cannot be divided among {num_heads} heads.')
 
 
 def blocks_pay(x: Tensor) -> bool:
@@ -62,12 +74,7 @@ def blocks_pay(x: Tensor) -> bool:
     There they would leave the cache, and fresh memory has to be mapped for each. Training keeps
     them anyway, GPUs prefer few large kernels, and compiled and exported graphs stay free of loops.
     """
-    return (
-        x.device.type == 'cpu'
-        and not torch.is_grad_enabled()
-        and not torch.jit.is_tracing()
-        and not _is_compiling()
-    )
+    return x.device.type == 'cpu' and not torch.is_grad_enabled() and not is_captured()
 
 
 def feed_forward(x: Tensor, norm: nn.Module, mlp: nn.Module, drop_path: nn.Module) -> Tensor:
