@@ -13,6 +13,9 @@ no_decay = dict(
         '.query': dict(decay_mult=0.0),
         'expand_delta': dict(decay_mult=0.0),
         'reduce_delta': dict(decay_mult=0.0),
+        'theta_delta': dict(decay_mult=0.0),
+        'psi_delta': dict(decay_mult=0.0),
+        'head_mix': dict(decay_mult=0.0),
     },
 )
 

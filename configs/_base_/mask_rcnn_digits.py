@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-# Mask R-CNN on the digit scenes that tools/prepare_digits.py writes: the COCO config with narrow
-# heads, boxes and masks regressed for all classes alike (a class has few examples), anchors for
-# digits of 20 to 56 pixels, and 500 steps: less than 6 minutes on two CPU cores.
-_base_ = ['./mask_rcnn_coco.py']
-
-metainfo = dict(classes=tuple('0123456789'))
+# Mask R-CNN on the digit scenes: the COCO config with narrow heads, boxes and masks regressed for all
+# classes alike (a class has few examples), and anchors for digits of 20 to 56 pixels. Less than 6
+# minutes on two CPU cores.
+_base_ = ['./mask_rcnn_coco.py', './digits_scenes.py']
 
 model = dict(
     data_preprocessor=dict(mean=[127.5] * 3, std=[64.0] * 3),
@@ -30,60 +28,16 @@ model = dict(
     test_cfg=dict(rpn=dict(nms_pre=300, max_per_img=100), rcnn=dict(max_per_img=20)),
 )
 
-# no flips: a mirrored digit is none
-train_pipeline = [
-    dict(type='LoadImageFromFile'),
-    dict(type='LoadAnnotations', with_bbox=True, with_mask=True, poly2mask=True),
-    dict(type='PackDetInputs'),
-]
-test_pipeline = [
-    dict(type='LoadImageFromFile'),
-    dict(type='LoadAnnotations', with_bbox=True, with_mask=True),
-    dict(type='Resize', scale=(128, 128), keep_ratio=True),
-    dict(
-        type='PackDetInputs',
-        meta_keys=('img_id', 'img_path', 'ori_shape', 'img_shape', 'scale_factor'),
-    ),
-]
-train_dataloader = dict(
-    batch_size=8,
-    num_workers=0,
-    persistent_workers=False,
-    sampler=dict(type='InfiniteSampler', shuffle=True),
-    dataset=dict(
-        data_root='data/digits/',
-        ann_file='annotations/instances_train.json',
-        data_prefix=dict(img='scenes/train/'),
-        metainfo=metainfo,
-        pipeline=train_pipeline,
-    ),
-)
-val_dataloader = dict(
-    num_workers=0,
-    persistent_workers=False,
-    dataset=dict(
-        data_root='data/digits/',
-        ann_file='annotations/instances_val.json',
-        data_prefix=dict(img='scenes/val/'),
-        metainfo=metainfo,
-        pipeline=test_pipeline,
-    ),
-)
+train_dataloader = _base_.digits_train_dataloader
+val_dataloader = _base_.digits_val_dataloader
 test_dataloader = val_dataloader
-val_evaluator = dict(ann_file='data/digits/annotations/instances_val.json')
+val_evaluator = _base_.digits_evaluator
 test_evaluator = val_evaluator
 
-steps = 500
-optim_wrapper = dict(optimizer=dict(lr=1e-3), clip_grad=dict(max_norm=10.0))
-param_scheduler = [
-    dict(type='LinearLR', start_factor=0.01, by_epoch=False, begin=0, end=30),
-    dict(type='CosineAnnealingLR', eta_min=1e-5, by_epoch=False, begin=30, end=steps),
-]
-train_cfg = dict(_delete_=True, type='IterBasedTrainLoop', max_iters=steps, val_interval=steps)
+optim_wrapper = _base_.digits_optimization
+param_scheduler = _base_.digits_schedule
+train_cfg = dict(_delete_=True, **_base_.digits_loop)
 auto_scale_lr = dict(base_batch_size=8)
 
-default_hooks = dict(
-    logger=dict(interval=10),
-    checkpoint=dict(by_epoch=False, interval=steps),
-)
+default_hooks = _base_.digits_hooks
 log_processor = dict(window_size=10, by_epoch=False)

@@ -1,20 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # Semantic FPN on ADE20K, 80k iterations of 16 images: the recipe of PVT (AdamW 1e-4, weight decay
 # 1e-4, polynomial decay of power 0.9, 512x512 crops). A config adds the backbone and the FPN's
-# in_channels. A classifier's backbone is loaded as in mask_rcnn_coco.py.
+# in_channels. A classifier's backbone is loaded as in coco_1x.py.
 _base_ = ['./common.py', './mmseg_runtime.py', './ade20k.py']
 
 model = dict(
     type='EncoderDecoder',
-    data_preprocessor=dict(
-        type='SegDataPreProcessor',
-        mean=[123.675, 116.28, 103.53],
-        std=[58.395, 57.12, 57.375],
-        bgr_to_rgb=True,
-        pad_val=0,
-        seg_pad_val=255,
-        size=(512, 512),
-    ),
+    data_preprocessor=_base_.ade20k_preprocessor,
     backbone=dict(),
     neck=dict(type='FPN', out_channels=256, num_outs=4),
     decode_head=dict(
