@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# COCO, 12 epochs, with the optimiser, warm-up and batch size that MMDetection trains Swin with. What a
-# detector adds: its model and its dataset of MMDetection.
+# COCO, 12 epochs, with the optimiser, warm-up and batch size that MMDetection trains Swin with.
+# What a detector adds: its model and its dataset of MMDetection.
 #
 # The backbone of a classifier trained with the config classifier_... is loaded with
 #   --cfg-options model.backbone.init_cfg.type=Pretrained

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# Segmentation of the digit scenes that tools/prepare_digits.py writes, for the configs of segmentors
-# to take from: 600 steps of 8 images.
+# Segmentation of the digit scenes that tools/prepare_digits.py writes, for the configs of
+# segmentors to take from: 600 steps of 8 images.
 digits_metainfo = dict(
     classes=('background', *'0123456789'),
     palette=[

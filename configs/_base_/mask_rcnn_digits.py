@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-# Mask R-CNN on the digit scenes: the COCO config with narrow heads, boxes and masks regressed for all
-# classes alike (a class has few examples), and anchors for digits of 20 to 56 pixels. Less than 6
-# minutes on two CPU cores.
+# Mask R-CNN on the digit scenes: the COCO config with narrow heads, boxes and masks regressed for
+# all classes alike (a class has few examples), and anchors for digits of 20 to 56 pixels. Less
+# than 6 minutes on two CPU cores.
 _base_ = ['./mask_rcnn_coco.py', './digits_scenes.py']
 
 model = dict(

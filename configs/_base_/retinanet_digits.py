@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# RetinaNet on the digit scenes: the COCO config with a narrow head of two layers instead of four, on
-# strides 8, 16 and 32, and anchors for digits of 20 to 56 pixels.
+# RetinaNet on the digit scenes: the COCO config with a narrow head of two layers instead of four,
+# on strides 8, 16 and 32, and anchors for digits of 20 to 56 pixels.
 _base_ = ['./retinanet_coco.py', './digits_scenes.py']
 
 model = dict(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-# UPerNet on ADE20K, 160k iterations of 16 images: the recipe of Swin (AdamW 6e-5, weight decay 0.01,
-# 1500 iterations of warm-up, linear decay, 512x512 crops). A config adds the backbone and the
-# in_channels of both heads. A classifier's backbone is loaded as in coco_1x.py.
+# UPerNet on ADE20K, 160k iterations of 16 images: the recipe of Swin (AdamW 6e-5, weight decay
+# 0.01, 1500 iterations of warm-up, linear decay, 512x512 crops). A config adds the backbone and
+# the in_channels of both heads. A classifier's backbone is loaded as in coco_1x.py.
 _base_ = ['./common.py', './mmseg_runtime.py', './ade20k.py']
 
 model = dict(
