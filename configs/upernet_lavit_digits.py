@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-_base_ = ['./_base_/upernet_digits.py', './_base_/lavit.py']
+_base_ = ['./_base_/upernet_digits.py', './_base_/lavit_digits.py']
 
 model = dict(
-    backbone=dict(
-        type='LaViT',
-        arch=dict(dims=(32, 64, 128, 192), depths=(2, 2, 4, 2), num_heads=(1, 2, 4, 6)),
-    ),
+    backbone=_base_.lavit_digits,
     decode_head=dict(in_channels=[32, 64, 128, 192]),
     auxiliary_head=dict(in_channels=128),
 )

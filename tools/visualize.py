@@ -2,11 +2,15 @@
 """Draw what a trained model looks at, or what it finds.
 
   foreground   PartialFormer's foreground tokens in each stage, one picture per image
+  attention    what chosen places attend to in LaViT's layers, one picture per image, and how
+               similar each layer's attention is to that of the layer before (saturation)
   predictions  a detector's boxes and masks beside the ground truth, one picture of all images
 
 Examples:
 
   visualize.py foreground CONFIG CHECKPOINT --images street.jpg garden.jpg
+  visualize.py attention CONFIG CHECKPOINT --stage 3 --queries 0.5,0.5 0.2,0.7
+  visualize.py attention CONFIG CHECKPOINT --compare OTHER_CONFIG OTHER_CHECKPOINT
   visualize.py predictions CONFIG CHECKPOINT --num 8 --score-threshold 0.5
 
 Without --images the first images of the config's test data are taken.
@@ -29,7 +33,14 @@ from mmengine.runner import load_checkpoint
 from mmengine.utils import mkdir_or_exist
 from torch import Tensor, nn
 
-from effvit_mm.analysis.pictures import draw_detections, draw_foreground, foreground_maps
+from effvit_mm.analysis.attention import attention_of, layer_similarity
+from effvit_mm.analysis.pictures import (
+    draw_attention,
+    draw_detections,
+    draw_foreground,
+    draw_similarity,
+    foreground_maps,
+)
 from effvit_mm.engine.launch import SetupError, check_data, load_config, run_or_explain
 
 
@@ -43,11 +54,29 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     foreground.add_argument(
         '--every-block', action='store_true', help='show all blocks, not only the last of a stage'
     )
+    attention = commands.add_parser('attention', help="LaViT's attention, layer by layer")
+    attention.add_argument(
+        '--stage', type=int, choices=(1, 2, 3, 4), default=3, help='stage to draw (default 3)'
+    )
+    attention.add_argument(
+        '--queries',
+        nargs='+',
+        type=place,
+        default=[(0.5, 0.5), (0.25, 0.25), (0.75, 0.75)],
+        metavar='Y,X',
+        help='places as shares of height and width (default 0.5,0.5 0.25,0.25 0.75,0.75)',
+    )
+    attention.add_argument(
+        '--compare',
+        nargs=2,
+        metavar=('CONFIG', 'CHECKPOINT'),
+        help='another LaViT, such as one without less attention, in the chart of similarities',
+    )
     predictions = commands.add_parser('predictions', help="a detector's boxes and masks")
     predictions.add_argument(
         '--score-threshold', type=float, default=0.3, help='draw no lower scores (default 0.3)'
     )
-    for command in (foreground, predictions):
+    for command in (foreground, attention, predictions):
         command.add_argument('config', help='path of the config')
         command.add_argument('checkpoint', help='path or URL of the checkpoint')
         command.add_argument('--images', nargs='+', metavar='PATH', help='images of your own')
@@ -69,6 +98,17 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         )
         command.set_defaults(launcher='none', work_dir=None)
     return parser.parse_args(argv)
+
+
+def place(text: str) -> tuple[float, float]:
+    """A place given as ``Y,X``, shares of the image's height and width."""
+    try:
+        y, x = (float(part) for part in text.split(','))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f'{text!r} is not a place such as 0.5,0.25') from None
+    if not (0 <= y <= 1 and 0 <= x <= 1):
+        raise argparse.ArgumentTypeError(f'{text!r} does not lie between 0,0 and 1,1')
+    return y, x
 
 
 def build_model(cfg: Config, checkpoint: str, device: str) -> nn.Module:
@@ -134,6 +174,39 @@ def foreground(model: nn.Module, args: argparse.Namespace, cfg: Config) -> Itera
         yield f'foreground_{i}_{name}.png', draw_foreground(picture, maps, args.every_block)
 
 
+def attention(model: nn.Module, args: argparse.Namespace, cfg: Config) -> Iterator[tuple]:
+    """File names and figures of LaViT's attention, and the chart of similarities."""
+    models = {osp.splitext(osp.basename(args.config))[0]: (model, cfg)}
+    if args.compare:
+        other = argparse.Namespace(**{**vars(args), 'config': args.compare[0], 'cfg_options': None})
+        other_cfg = load_config(other)
+        name = osp.splitext(osp.basename(args.compare[0]))[0]
+        name = f'{name}, compared' if name in models else name
+        models[name] = (build_model(other_cfg, args.compare[1], args.device), other_cfg)
+    curves = {}
+    for name, (one, one_cfg) in models.items():
+        seen = []
+        for i, data in enumerate(load_data(one_cfg, args.images, args.num)):
+            batch, picture = network_input(one, data)
+            try:
+                layers = attention_of(one, batch)
+            except ValueError as error:
+                raise SetupError(str(error)) from error
+            seen.append(layer_similarity(layers))
+            if one is model:
+                stage = [layer for layer in layers if layer.stage == args.stage - 1]
+                if not stage:
+                    raise SetupError(f'The backbone has no stage {args.stage}.')
+                image = osp.splitext(osp.basename(data['data_samples'].img_path))[0]
+                figure = draw_attention(picture, stage, args.queries)
+                yield f'attention_{i}_{image}.png', figure
+        curves[name] = [
+            (stage, layer, float(np.mean([image[k][2] for image in seen])))
+            for k, (stage, layer, _) in enumerate(seen[0])
+        ]
+    yield 'attention_similarity.png', draw_similarity(curves)
+
+
 def predictions(model: nn.Module, args: argparse.Namespace, cfg: Config) -> Iterator[tuple]:
     """File name and figure of the predictions on all images."""
     if cfg.default_scope != 'mmdet':
@@ -160,7 +233,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = build_model(cfg, args.checkpoint, args.device)
     out_dir = args.out_dir or osp.join(cfg.work_dir, 'pictures')
     mkdir_or_exist(out_dir)
-    draw = {'foreground': foreground, 'predictions': predictions}[args.command]
+    commands = dict(foreground=foreground, attention=attention, predictions=predictions)
+    draw = commands[args.command]
     for name, figure in draw(model, args, cfg):
         figure.savefig(osp.join(out_dir, name))
         print(f'Wrote {osp.join(out_dir, name)}')

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..models.backbones.partialformer import PartialFormer
 from ..models.layers.partial_attention import foreground_mask, split_tokens
+from .attention import LayerAttention, layer_similarity
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -124,6 +125,91 @@ def _show_tokens(
     _show(axes, picture, f'{title}\n{tokens.sum()} of {tokens.size} tokens')
     if not foreground.all():
         axes.contour(foreground, levels=[0.5], colors=OUTLINE, linewidths=0.7)
+
+
+def draw_attention(
+    image: np.ndarray, layers: Sequence[LayerAttention], queries: Sequence[tuple[float, float]]
+) -> 'Figure':
+    """Draw what chosen places of an image attend to, layer by layer.
+
+    Args:
+        image: The image that the network saw, RGB ``(H, W, 3)`` uint8.
+        layers: The layers to draw, of a single stage and of a batch of one image; from
+            :func:`effvit_mm.analysis.attention.attention_of`.
+        queries: Places as shares of the image's height and width, such as ``(0.5, 0.5)``. A row of
+            the figure for each, a column for each layer; weights are averaged over heads, and the
+            brightest is the largest of a picture.
+    """
+    height, width = image.shape[:2]
+    first = layers[0]
+    stride = STRIDES[first.stage]
+    similarity = {layer: value for _, layer, value in layer_similarity(list(layers))}
+    figure, axes = _grid(len(queries), 1 + len(layers), height / width, 2.2, header=0.35)
+    figure.suptitle(
+        f'LaViT, stage {first.stage + 1} (stride {stride}): weights of one query (outlined) on the '
+        'keys, mean of the heads',
+        fontsize=11,
+    )
+    for r, (y, x) in enumerate(queries):
+        row, col = min(int(y * first.height), first.height - 1), int(x * first.width)
+        col = min(col, first.width - 1)
+        _show(axes[r, 0], image, f'query at row {row}, column {col}')
+        _mark_cell(axes[r, 0], row, col, stride)
+        for c, layer in enumerate(layers):
+            weights = layer.weights[0, row * layer.width + col].mean(dim=0).cpu().numpy()
+            side = round(len(weights) ** 0.5)
+            title = f'layer {layer.layer + 1}, {"LA" if layer.less else "VA"}'
+            if layer.layer in similarity:
+                title += f'\nsimilar to the one before: {similarity[layer.layer]:.2f}'
+            axes[r, c + 1].imshow(image.mean(axis=2), cmap='gray', vmin=0, vmax=500)
+            axes[r, c + 1].imshow(
+                weights.reshape(side, side),
+                cmap='inferno',
+                alpha=0.65,
+                # a key is an equal part of the image
+                extent=(-0.5, width - 0.5, height - 0.5, -0.5),
+                interpolation='nearest',
+                vmin=0,
+            )
+            axes[r, c + 1].set_title(f'{title}\nlargest weight {weights.max():.2f}', fontsize=8)
+            _mark_cell(axes[r, c + 1], row, col, stride)
+    return figure
+
+
+def _mark_cell(axes: 'Axes', row: int, col: int, stride: int) -> None:
+    """Outline the cell of a token; its centre is at ``(col, row) * stride``."""
+    from matplotlib.patches import Rectangle
+
+    corner = (col - 0.5) * stride, (row - 0.5) * stride
+    axes.add_patch(Rectangle(corner, stride, stride, fill=False, edgecolor=OUTLINE, lw=1.5))
+
+
+def draw_similarity(curves: dict[str, Sequence[tuple[int, int, float]]]) -> 'Figure':
+    """Draw how similar each layer's attention is to that of the layer before.
+
+    Args:
+        curves: Of each model, by its name, what
+            :func:`effvit_mm.analysis.attention.layer_similarity` returns.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3.6), dpi=150, layout='constrained')
+    axes = figure.subplots()
+    places = list(dict.fromkeys((s, j) for curve in curves.values() for s, j, _ in curve))
+    places.sort()
+    for i, (name, curve) in enumerate(curves.items()):
+        for k, stage in enumerate(sorted({s for s, _, _ in curve})):
+            at, values = zip(
+                *((places.index((s, j)), v) for s, j, v in curve if s == stage), strict=True
+            )
+            label = None if k else name  # one entry of the legend for all stages
+            axes.plot(at, values, color=f'C{i}', marker='osD^v'[i % 5], label=label)
+    axes.set_xticks(range(len(places)), [f'{s + 1}.{j + 1}' for s, j in places])
+    axes.set_xlabel('stage.layer')
+    axes.set_ylabel('cosine similarity with\nthe layer before')
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    return figure
 
 
 def draw_detections(
