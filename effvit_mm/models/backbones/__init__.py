@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from .base import PyramidBackbone
+from .integrated_deit import IntegratedDeiT
 from .lavit import LaViT
 from .partialformer import PartialFormer
 
-__all__ = ['LaViT', 'PartialFormer', 'PyramidBackbone']
+__all__ = ['IntegratedDeiT', 'LaViT', 'PartialFormer', 'PyramidBackbone']

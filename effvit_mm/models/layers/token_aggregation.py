@@ -187,8 +187,9 @@ def linear_start(
     ``W = blockdiag(1, R V)``: the class token passes, the patch tokens go into the span of the
     ``m - 1`` leading eigenvectors ``V`` of their Gram matrix ``E[X Xᵀ]``, and a random orthogonal
     matrix ``R`` gives all new tokens the same share. The norm takes a token's scale; its weight
-    gives back the mean one. Its bias, ``offset`` standard deviations, moves the GELU into its
-    linear part, and ``E = -bias`` undoes it.
+    gives back the mean one (of the new tokens, which are larger where many were alike). Its bias,
+    ``offset`` standard deviations, moves the GELU into its linear part, and ``E = -bias`` undoes
+    it.
 
     Args:
         gram: ``E[X Xᵀ] (n, n)`` of the tokens before, over images and channels, class token first.
@@ -211,10 +212,13 @@ def linear_start(
     weight = torch.zeros(num_out, len(gram), dtype=torch.float64)
     weight[0, 0] = 1
     weight[1:, 1:] = rotation @ leading
-    bias = torch.full((dim,), offset * float(token_std))
+    before = gram.double().diagonal().clamp(min=0).sqrt().mean()
+    after = (weight @ gram.double() @ weight.t()).diagonal().clamp(min=0).sqrt().mean()
+    scale = float(token_std) * float(after / before)
+    bias = torch.full((dim,), offset * scale)
     return {
         'weight': weight.float(),
-        'norm.weight': torch.full((dim,), float(token_std)),
+        'norm.weight': torch.full((dim,), scale),
         'norm.bias': bias,
         'pos_embed': -bias.expand(num_out, dim).clone(),
     }
