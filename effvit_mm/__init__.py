@@ -8,7 +8,7 @@ finds them: ``custom_imports = dict(imports=['effvit_mm'])`` in a config is all 
 from . import engine, models  # noqa: F401  (registration)
 from .engine import AuxiliaryLossHook
 from .models.backbones import IntegratedDeiT, LaViT, PartialFormer
-from .models.losses import DiagonalityPreservingLoss
+from .models.losses import DiagonalityPreservingLoss, TokenDistillationLoss
 from .version import __version__
 
 __all__ = [
@@ -17,5 +17,6 @@ __all__ = [
     'IntegratedDeiT',
     'LaViT',
     'PartialFormer',
+    'TokenDistillationLoss',
     '__version__',
 ]

@@ -31,7 +31,7 @@ class GLAD(nn.Module):
         super().__init__()
         if not 1 < num_out < num_in:
             raise ValueError(f'GLAD makes fewer tokens, at least 2: not {num_out} of {num_in}.')
-        self.num_in, self.num_out = num_in, num_out
+        self.dim, self.num_in, self.num_out = dim, num_in, num_out
         self.weight = nn.Parameter(torch.empty(num_out, num_in))
         trunc_normal_(self.weight, std=num_in**-0.5)
         self.norm = nn.LayerNorm(dim, eps=1e-6) if norm else None
