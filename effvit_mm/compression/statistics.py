@@ -245,7 +245,21 @@ class StatisticsSums:
         self.model = model
         self.kind, self.blocks = attention_layers(model)
         self.device = next(model.parameters()).device
-        self.sums = {'images': torch.zeros((), dtype=torch.float64, device=self.device)}
+        self.sums: dict[str, Tensor] = {}
+        self._start('images')
+        for layer, block in enumerate(self.blocks):
+            h, n = block.attn.num_heads, _num_tokens(model, block)
+            self._start(f'attention.{layer}', h, n, n)
+            self._start(f'square.{layer}', h, n, n)
+            self._start(f'seen.{layer}', n, n)
+            self._start(f'sigma.{layer}', n)
+            self._start(f'matrices.{layer}')
+            if self.kind == 'deit':
+                self._start(f'gram.{layer}', n, n)
+                self._start(f'std.{layer}')
+
+    def _start(self, name: str, *shape: int) -> None:
+        self.sums[name] = torch.zeros(shape, dtype=torch.float64, device=self.device)
 
     @property
     def image_count(self) -> int:
@@ -262,11 +276,7 @@ class StatisticsSums:
                 self.model.forward_features(images.to(self.device))
         finally:
             self.model.train(training)
-        self._add('images', images.new_tensor(len(images)))
-
-    def _add(self, name: str, value: Tensor) -> None:
-        value = value.to(self.device, torch.float64)
-        self.sums[name] = self.sums[name] + value if name in self.sums else value
+        self.sums['images'] += len(images)
 
     def _add_attention(self, layer: int, attention: Tensor, mask: Tensor | None) -> None:
         a = attention.double()
@@ -277,17 +287,17 @@ class StatisticsSums:
             visible = (mask == 0).to(a.dtype)  # what is masked has an attention of about e^-100
             seen = visible.sum(dim=0) * (number // len(mask))
             a = (a.unflatten(0, (-1, len(mask))) * visible[:, None]).flatten(0, 1)
-        self._add(f'attention.{layer}', a.sum(dim=0))
-        self._add(f'square.{layer}', a.square().sum(dim=0))
-        self._add(f'seen.{layer}', seen)
+        self.sums[f'attention.{layer}'] += a.sum(dim=0)
+        self.sums[f'square.{layer}'] += a.square().sum(dim=0)
+        self.sums[f'seen.{layer}'] += seen
         sigma = torch.linalg.svdvals(a)
-        self._add(f'sigma.{layer}', sigma.mean(dim=1).sum(dim=0))
-        self._add(f'matrices.{layer}', a.new_tensor(number))
+        self.sums[f'sigma.{layer}'] += sigma.mean(dim=1).sum(dim=0)
+        self.sums[f'matrices.{layer}'] += number
 
     def _add_tokens(self, layer: int, x: Tensor) -> None:
         x = x.double()
-        self._add(f'gram.{layer}', torch.einsum('bnc,bmc->nm', x, x) / x.shape[2])
-        self._add(f'std.{layer}', x.std(dim=2, unbiased=False).mean(dim=1).sum())
+        self.sums[f'gram.{layer}'] += torch.einsum('bnc,bmc->nm', x, x) / x.shape[2]
+        self.sums[f'std.{layer}'] += x.std(dim=2, unbiased=False).mean(dim=1).sum()
 
     def finish(self, /, **metadata: Any) -> Statistics:
         """The statistics of all that was added.
@@ -318,6 +328,13 @@ class StatisticsSums:
         return Statistics(tensors, {**described, 'versions': versions, **metadata})
 
 
+def _num_tokens(model: nn.Module, block: nn.Module) -> int:
+    """Tokens that see each other in a block."""
+    if isinstance(block.attn, WindowAttention):
+        return block.attn.window_area
+    return model.patch_embed.num_patches + model.num_prefix_tokens
+
+
 def describe_model(model: nn.Module) -> dict[str, Any]:
     """Metadata that the model itself gives."""
     kind, blocks = attention_layers(model)
@@ -328,10 +345,7 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
         depth=len(blocks),
         heads=[block.attn.num_heads for block in blocks],
         dims=[block.attn.qkv.in_features for block in blocks],
-        tokens=[
-            block.attn.window_area if kind == 'swin' else model.pos_embed.shape[1]
-            for block in blocks
-        ],
+        tokens=[_num_tokens(model, block) for block in blocks],
         mlp_ratio=blocks[0].mlp.fc1.out_features / blocks[0].mlp.fc1.in_features,
         patch_size=model.patch_embed.patch_size[0],
         image_size=[height, width],
