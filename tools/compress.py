@@ -14,10 +14,10 @@ from collections.abc import Sequence
 # so that a plain clone works; an installed effvit_mm comes first
 sys.path.append(osp.dirname(osp.dirname(osp.abspath(__file__))))
 
-from effvit_mm.compression import stats_command
+from effvit_mm.compression import report, stats_command
 from effvit_mm.engine.launch import run_or_explain
 
-COMMANDS = (stats_command,)
+COMMANDS = (stats_command, report)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
