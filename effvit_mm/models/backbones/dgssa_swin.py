@@ -11,7 +11,7 @@ from timm.layers import DropPath, Mlp, trunc_normal_
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..layers.grid import Tiling, ceil_div
+from ..layers.grid import Tiling, ceil_div, divide
 from ..layers.qkv import QKV
 from ..layers.static_attention import StaticWindowAttention
 from ..layers.utils import check_heads, feed_forward, is_captured, map_to_tokens
@@ -39,10 +39,11 @@ class Windows:
         if whole and not any(tiling.shift):
             return
         window = torch.arange(nh * nw, device=tiling.device)
-        bottom, right = window // nw == nh - 1, window % nw == nw - 1
+        y, x = divide(window, nw)
+        bottom, right = y == nh - 1, x == nw - 1
         self.kind = (2 * bottom.long() + right.long()).repeat(tiling.batch)
-        last = (nh * nw - 1) - (nw - 1)
-        corners = torch.cat([window[i : i + 1] for i in (0, nw - 1, last, nh * nw - 1)])
+        down, along = divide(torch.arange(4, device=tiling.device), 2)
+        corners = down * (nw * (nh - 1)) + along * (nw - 1)
         regions = tiling.regions().index_select(0, corners)
         apart = regions[:, :, None] != regions[:, None, :]
         self.mask = apart.to(torch.float32) * MASKED
