@@ -105,10 +105,10 @@ def draw_pyramid(found: Mapping[str, Any]) -> 'Figure':
         axes.text(layer, m, f'{m}', ha='center', va='bottom', fontsize=8)
     for layer, _ in arch['pyramid']:
         axes.axvline(layer - 0.5, color=ACCENT, lw=1.5, ls='--')
-    for colour, kind in ((STATIC, 'static attention'), (DYNAMIC, 'dynamic attention')):
+    for colour, kind in ((STATIC, 'static'), (DYNAMIC, 'dynamic')):
         axes.bar(0, 0, color=colour, label=kind)
     axes.plot([], [], color=ACCENT, ls='--', label='GLAD')
-    axes.legend(frameon=False, fontsize=8, loc='upper right')
+    axes.legend(frameon=False, fontsize=8, ncols=3, loc='lower right', bbox_to_anchor=(1, 1))
     axes.set(xlabel='layer', ylabel='tokens', xticks=range(len(tokens)))
     axes.set_ylim(0, 1.12 * max(tokens))
     title = f'{found["cost_ratio"]:.1%} of the cost, {found["retained"]:.1%} of the singular values'
@@ -186,7 +186,13 @@ def draw_sources(sources: Mapping[int, Tensor], tokens: int = 10) -> 'Figure':
                 continue
             high = max(patches[token].max().item(), 1e-12)
             axes.imshow(patches[token], cmap='magma', vmin=0, vmax=high)
-            axes.set_title('class token' if token == 0 else f'token {token}', fontsize=7)
+            alone = value[token, 0] > 1e3 * patches[token].max()
+            name = (
+                'class token' + (',\nonly itself' if alone else '')
+                if token == 0
+                else f'token {token}'
+            )
+            axes.set_title(name, fontsize=7)
         row[0].set_ylabel(f'GLAD before {layer}\n{len(patches)} tokens', fontsize=7)
     return figure
 
