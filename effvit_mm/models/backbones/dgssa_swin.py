@@ -24,8 +24,8 @@ MASKED = -1e4
 class Windows:
     """Windows over a map, and which of their cells may see each other.
 
-    Only the last row and column of windows reach beyond the map or across a shift's seam: there
-    are four kinds of windows, interior, right, bottom and corner, whatever the map's size.
+    What is beyond the map, rolled by the shift, lies in the last two rows and columns of windows.
+    So there are three kinds of windows along a side, nine in all, whatever the map's size.
 
     Args:
         tiling: The windows.
@@ -40,11 +40,11 @@ class Windows:
             return
         window = torch.arange(nh * nw, device=tiling.device)
         y, x = divide(window, nw)
-        bottom, right = y == nh - 1, x == nw - 1
-        self.kind = (2 * bottom.long() + right.long()).repeat(tiling.batch)
-        down, along = divide(torch.arange(4, device=tiling.device), 2)
-        corners = down * (nw * (nh - 1)) + along * (nw - 1)
-        regions = tiling.regions().index_select(0, corners)
+        kind = 3 * (y - (nh - 3)).clamp(0, 2) + (x - (nw - 3)).clamp(0, 2)
+        self.kind = kind.repeat(tiling.batch)
+        down, along = divide(torch.arange(9, device=tiling.device), 3)
+        examples = (down + (nh - 3)).clamp(min=0) * nw + (along + (nw - 3)).clamp(min=0)
+        regions = tiling.regions().index_select(0, examples)
         apart = regions[:, :, None] != regions[:, None, :]
         self.mask = apart.to(torch.float32) * MASKED
 

@@ -4,6 +4,7 @@ import timm
 import torch
 
 from effvit_mm.models.backbones import DGSSASwin
+from effvit_mm.models.layers.grid import Tiling
 
 
 @torch.no_grad()
@@ -35,3 +36,20 @@ def test_static_layers_give_maps_of_any_size_and_gradients(size):
 def test_the_first_layer_is_never_static():
     with pytest.raises(ValueError, match='static_layers'):
         DGSSASwin(dict(base='tiny', static_layers=(0, 1)))
+
+
+@pytest.mark.parametrize('size', [(33, 33), (37, 61), (100, 260), (130, 90)])
+@torch.no_grad()
+def test_what_windows_hold_beyond_the_map_is_not_seen(size, monkeypatch):
+    torch.manual_seed(0)
+    arch = dict(embed_dims=16, depths=(2, 2, 2, 2), num_heads=(1, 2, 4, 8), static_layers=(1, 2, 3))
+    model, x = DGSSASwin(arch).eval().double(), torch.randn(2, 3, *size).double()
+    expected, cut = model(x), Tiling.cut
+
+    def poisoned(self, tokens):
+        outside = ~self.inside().repeat(self.batch, 1)[..., None] & (self.tile == (7, 7))
+        return cut(self, tokens).masked_fill(outside, 50.0)
+
+    monkeypatch.setattr(Tiling, 'cut', poisoned)
+    for a, b in zip(model(x), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
