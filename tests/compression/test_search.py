@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mmengine.config import Config
 
 from effvit_mm.compression.costs import (
     PUBLISHED_PYRAMID,
@@ -142,12 +143,15 @@ def test_normalised_objective_does_not_see_a_layers_scale():
     assert raw[0].pyramid != raw[1].pyramid
 
 
-def test_result_is_json_that_a_config_can_read():
+def test_result_is_json_that_a_config_can_read(tmp_path):
     found = search_architecture(spectra(6, 20), 64, 1, 2, 0.6)
-    read = json.loads(json.dumps(found.as_dict()))
-    assert read['arch']['static_layers'] == [1]
-    assert tuple(map(tuple, read['arch']['pyramid'])) == found.pyramid
-    assert read['cost_ratio'] <= 0.6 and 0 < read['retained'] < 1
+    (tmp_path / 's.json').write_text(json.dumps(found.as_dict()))
+    config = "_base_ = ['./s.json']\nmodel = dict(arch=dict(base='small', **_base_.arch))"
+    (tmp_path / 'config.py').write_text(config)
+    cfg = Config.fromfile(tmp_path / 'config.py')
+    assert cfg.model.arch.base == 'small' and cfg.model.arch.static_layers == [1]
+    assert tuple(map(tuple, cfg.model.arch.pyramid)) == found.pyramid
+    assert cfg.cost_ratio <= 0.6 and 0 < cfg.retained < 1
 
 
 def test_table_has_a_row_for_every_layer():
