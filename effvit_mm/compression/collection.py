@@ -213,11 +213,15 @@ def sum_over_images(
         Interrupted: A signal came, and the state is saved.
         OSError: The state cannot be written.
         SetupError: An image cannot be loaded.
-        ValueError: The state is of another run.
+        ValueError: The state is of another run, or of more images.
     """
     rank, world = _process()
     done = _resume(sums, state)
-    # a finished state of more images than are asked for now has them in it
+    if done > len(order):
+        raise ValueError(
+            f'{state.path} has {done} images already, more than the {len(order)} asked for: ask '
+            'for at least as many, or remove it.'
+        )
     left = order[done:]
     batches = [left[i : i + batch_size] for i in range(0, len(left), batch_size)]
     loader = DataLoader(

@@ -200,6 +200,8 @@ def test_interrupted_run_can_be_finished_with_what_there_is(tool, arguments, out
     interrupt_at(monkeypatch, 5, lambda: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(SystemExit):
         tool.main(arguments)
+    with pytest.raises(SetupError, match='has 6 images already, more than the 5 asked for'):
+        tool.main([*arguments, '--max-images', '5'])
     tool.main([*arguments, '--max-images', '6'])
     assert load_statistics(str(out)).metadata['image_count'] == 6
 
