@@ -3,6 +3,7 @@
 
 compress.py stats deit_small_patch16_224 --data IMAGES --max-images 5000 --out s.safetensors
 compress.py search s.safetensors --static 2 --glads 3 --eta 0.5 --out s.json
+compress.py build CONFIG.py --weights timm:deit_small_patch16_224 --stats s.safetensors
 compress.py report s.safetensors --search s.json --out-dir report
 """
 
@@ -14,10 +15,10 @@ from collections.abc import Sequence
 # so that a plain clone works; an installed effvit_mm comes first
 sys.path.append(osp.dirname(osp.dirname(osp.abspath(__file__))))
 
-from effvit_mm.compression import report, stats_command
+from effvit_mm.compression import build_command, report, stats_command
 from effvit_mm.engine.launch import run_or_explain
 
-COMMANDS = (stats_command, report)
+COMMANDS = (stats_command, build_command, report)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

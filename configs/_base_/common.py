@@ -13,6 +13,15 @@ no_decay = dict(
         '.query': dict(decay_mult=0.0),
         'expand_delta': dict(decay_mult=0.0),
         'reduce_delta': dict(decay_mult=0.0),
+        'cls_token': dict(decay_mult=0.0),
+        'pos_embed': dict(decay_mult=0.0),
+        'attn.matrix': dict(decay_mult=0.0),
+        'attn.logits': dict(decay_mult=0.0),
+        'relative_position_bias_table': dict(decay_mult=0.0),
+        'aggregations': dict(decay_mult=0.0),
+        'teacher_glads': dict(decay_mult=0.0),
+        'unprojections': dict(decay_mult=0.0),
+        'window_mixing': dict(decay_mult=0.0),
     },
 )
 

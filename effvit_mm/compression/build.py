@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..models.backbones import IntegratedDeiT
+from ..models.backbones import DGSSASwin, IntegratedDeiT
 from ..models.layers.token_aggregation import GLAD, linear_start
 from .keys import to_timm_keys
 
@@ -137,8 +137,6 @@ def build_dgssa_swin(
     """Compress a Swin: weights of :class:`DGSSASwin` (prefix ``backbone.``) and, where the original
     has one, of the linear classifier (``head.fc.``). Arguments as in
     :func:`build_integrated_deit`."""
-    from ..models.backbones import DGSSASwin
-
     source = to_timm_keys(state, 'swin')
     with _seeded(seed):
         model = DGSSASwin(arch, **backbone)
@@ -233,7 +231,7 @@ class _Assembly:
         table = f'{block}.attn.relative_position_bias_table'
         if table in self.source:
             self.drop(table, self.take(table), 'part of the mean attention')
-        if settings['static_block'] != 'dgssa':
+        if settings.get('static_block', 'dgssa') != 'dgssa':
             mixing = 'token mixing by an MLP instead of attention'
             for name, value in (('weight', v_weight), ('bias', v_bias)):
                 self.drop(f'{block}.attn.qkv.{name}[values]', value, mixing)

@@ -7,7 +7,7 @@ import torch
 
 from effvit_mm import IntegratedDeiT
 from effvit_mm.compression.build import build_integrated_deit
-from effvit_mm.compression.calibration import calibrate_unprojections, token_survival
+from effvit_mm.compression.calibration import token_survival
 
 SIZES = dict(embed_dims=32, depth=6, num_heads=4, image_size=64, patch_size=8)
 ARCH = dict(SIZES, static_layers=(1, 2), pyramid=((3, 40), (4, 24), (5, 12)))

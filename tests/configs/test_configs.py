@@ -13,12 +13,16 @@ from mmengine.config import Config
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import DefaultScope
 from mmengine.runner import Runner
+from mmengine.utils import import_modules_from_strings
 
 from effvit_mm.engine.launch import FRAMEWORKS, import_framework
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted(path.stem for path in (ROOT / 'configs').glob('*.py'))
-SCOPES = dict(mask_rcnn='mmdet', semantic_fpn='mmseg', classifier='mmpretrain')
+SCOPES = dict(mask_rcnn='mmdet', semantic_fpn='mmseg', upernet='mmseg', classifier='mmpretrain')
+# what the compression starts from on the digits: backbones of MMPretrain
+ORIGINALS = ['classifier_deit_digits', 'classifier_swin_digits']
+OURS = [name for name in CONFIGS if name not in ORIGINALS]
 DIGITS = [name for name in CONFIGS if name.endswith('_digits')]
 
 
@@ -28,10 +32,18 @@ def load(name):
     if find_spec(scope) is None:
         pytest.skip(f'{FRAMEWORKS[scope]} is not installed')
     import_framework(scope)
-    return Config.fromfile(ROOT / 'configs' / f'{name}.py')
+    cfg = Config.fromfile(ROOT / 'configs' / f'{name}.py')
+    if 'teacher' in cfg.model:
+        import_modules_from_strings(**cfg.custom_imports)
+        # what compressing and training them would have written
+        cfg.load_from = None
+        cfg.model.pop('teacher_checkpoint', None)
+        if 'pretrained' in cfg.model.teacher:
+            cfg.model.teacher.pretrained = False
+    return cfg
 
 
-@pytest.fixture(scope='module', params=CONFIGS)
+@pytest.fixture(scope='module', params=OURS)
 def built(request):
     """A config and its model in the config's scope."""
     cfg = load(request.param)
@@ -51,8 +63,14 @@ def preprocessor_beside_the_model(cfg):
 def test_there_is_a_config_for_each_task_and_size_and_one_on_the_digits():
     expected = {
         f'{head}_partialformer_{size}'
-        for head in SCOPES
+        for head in ('classifier', 'mask_rcnn', 'semantic_fpn')
         for size in ('b0', 'b1', 'b2', 'b3', 'b4', 'b0_digits')
+    }
+    expected |= {
+        f'{head}_{family}_{size}'
+        for head in ('classifier', 'mask_rcnn', 'upernet')
+        for family in ('integrated_deit', 'dgssa_swin')
+        for size in ('tiny', 'small', 'base', 'digits')
     }
     assert expected <= set(CONFIGS)
 
@@ -60,9 +78,12 @@ def test_there_is_a_config_for_each_task_and_size_and_one_on_the_digits():
 @pytest.mark.parametrize('name', CONFIGS)
 def test_configs_need_one_import_of_ours_and_write_checkpoints_that_load_safely(name):
     cfg = load(name)
-    assert cfg.custom_imports == dict(imports=['effvit_mm'], allow_failed_imports=False)
+    imports = ['effvit_mm']
+    if 'teacher' in cfg.model:
+        imports.append('effvit_mm.models.classifiers')
+    assert cfg.custom_imports == dict(imports=imports, allow_failed_imports=False)
     assert cfg.default_hooks.checkpoint.published_keys == ['meta', 'state_dict']
-    assert cfg.auto_scale_lr.base_batch_size in (8, 16, 64, 1024)
+    assert cfg.auto_scale_lr.base_batch_size in (8, 16, 64, 1024, 4096)
 
 
 @pytest.mark.parametrize('name', [name for name in CONFIGS if not name.endswith('_digits')])
@@ -75,8 +96,17 @@ def test_the_benchmark_recipes_are_those_of_the_literature(name):
         assert cfg.train_cfg.max_epochs == 12 and cfg.train_dataloader.batch_size == 2
         assert cfg.train_dataloader.dataset.pipeline[2].scale == (1333, 800)
     elif name.startswith('classifier'):
-        expected = (1e-3, 0.05, 1024)
+        expected = (1e-3, 0.05, 4096 if 'integrated_deit' in name else 1024)
         assert cfg.train_cfg.max_epochs == 300
+        if 'teacher' in cfg.model:
+            warm_up, cosine = cfg.param_scheduler
+            assert optimizer.lr * warm_up.start_factor == pytest.approx(1e-6)
+            assert (warm_up.end, cosine.begin, cosine.end) == (5, 5, 300)
+            assert cosine.eta_min == 1e-5
+    elif name.startswith('upernet'):
+        expected = (6e-5, 0.01, 16)
+        assert cfg.train_cfg.max_iters == 160000
+        assert cfg.model.data_preprocessor.size == (512, 512)
     else:
         expected = (1e-4, 1e-4, 16)
         assert cfg.train_cfg.max_iters == 80000
@@ -89,6 +119,10 @@ def test_what_follows_the_backbone_has_its_channels(built):
     cfg, model = built
     if cfg.default_scope == 'mmpretrain':
         assert cfg.model.head.in_channels == model.backbone.out_channels[-1]
+    elif 'auxiliary_head' in cfg.model:
+        assert list(cfg.model.decode_head.in_channels) == model.backbone.out_channels
+        index = cfg.model.auxiliary_head.in_index
+        assert cfg.model.auxiliary_head.in_channels == model.backbone.out_channels[index]
     else:
         assert list(cfg.model.neck.in_channels) == model.backbone.out_channels
 
@@ -132,11 +166,18 @@ def test_norms_biases_tokens_and_differences_are_not_decayed(built):
     keys = model.backbone.no_decay_keys
     found = dict.fromkeys(keys, False)
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         kept = [key for key in keys if key in name and name.startswith('backbone.')]
         found.update(dict.fromkeys(kept, True))
+        kept = kept or name.startswith('teacher_glads.')
         expected = 0 if kept or parameter.ndim <= 1 else cfg.optim_wrapper.optimizer.weight_decay
         assert decay[id(parameter)] == expected, name
-    assert found['abstract_token'] and found['expand_delta'] and found['reduce_delta']
+    # the query of a background without an abstract token is an ablation; a classifier has no maps
+    optional = {'.query'}
+    if cfg.default_scope == 'mmpretrain':
+        optional |= {'unprojections', 'window_mixing'}
+    assert all(found[key] for key in keys if key not in optional)
 
 
 @pytest.fixture(scope='module')
