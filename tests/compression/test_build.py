@@ -5,9 +5,14 @@ import pytest
 import timm
 import torch
 
-from effvit_mm import IntegratedDeiT
-from effvit_mm.compression.build import build_integrated_deit
-from effvit_mm.compression.calibration import token_survival
+from effvit_mm import DGSSASwin, IntegratedDeiT
+from effvit_mm.compression import (
+    build_dgssa_swin,
+    build_integrated_deit,
+    calibrate_unprojections,
+    collect_statistics,
+    token_survival,
+)
 
 SIZES = dict(embed_dims=32, depth=6, num_heads=4, image_size=64, patch_size=8)
 ARCH = dict(SIZES, static_layers=(1, 2), pyramid=((3, 40), (4, 24), (5, 12)))
@@ -158,7 +163,7 @@ def test_what_is_random_depends_on_the_seed_alone(deit):
     assert 'backbone.blocks.0.attn.qkv.weight' not in differing[1]
 
 
-def test_the_linear_start_lets_class_token_and_low_rank_patch_tokens_through(deit):
+def test_the_linear_start_lets_class_token_and_patch_tokens_through(deit):
     images = smooth_images(32)
     statistics = collect(deit, images)
     survival = {}
@@ -169,9 +174,138 @@ def test_the_linear_start_lets_class_token_and_low_rank_patch_tokens_through(dei
         model = loaded(state, ARCH, out_type='cls_token')
         survival[start] = token_survival(model, images.split(8))
     assert list(survival['linear']) == ['3', '4', '5']
-    print(survival)
     for layer, linear in survival['linear'].items():
-        assert linear['class_cosine'] > 0.99
-        assert linear['patch_floor'] <= linear['patch_error'] < survival['random'][layer][
-            'patch_error'
-        ]
+        random = survival['random'][layer]
+        assert linear['class_cosine'] > 0.99 > 0.9 > random['class_cosine']
+        assert linear['patch_floor'] <= linear['patch_error'] < random['patch_error']
+
+
+@pytest.mark.parametrize('aggregation', ['concat', 'downsample'])
+def test_local_aggregations_let_the_class_token_pass(deit, aggregation):
+    arch = dict(ARCH, aggregation=aggregation, pyramid=((3, 17), (5, 5)))
+    images = smooth_images(4)
+    state, _ = build_integrated_deit(
+        deit.state_dict(), collect(deit, images), arch, out_type='cls_token'
+    )
+    survival = token_survival(loaded(state, arch, out_type='cls_token'), [images])
+    assert [values['class_cosine'] for values in survival.values()] == pytest.approx([1, 1])
+
+
+def test_the_classes_are_inherited_and_what_a_backbone_has_not_is_dropped(deit):
+    source = deit.state_dict()
+    state, report = build_integrated_deit(source, None, PLAIN, out_type='cls_token')
+    assert torch.equal(state['head.fc.weight'], source['head.weight'])
+    keys = report.names('dropped')
+    assert keys == [f'blocks.{layer}.attn.qkv.bias[keys]' for layer in range(6)]
+    backbone = {key: value for key, value in source.items() if not key.startswith('head.')}
+    state, _ = build_integrated_deit(backbone, None, PLAIN, out_type='cls_token')
+    assert not any(key.startswith('head.') for key in state)
+
+
+@pytest.mark.parametrize(
+    ('change', 'message'),
+    [
+        (dict(arch=dict(ARCH, depth=7)), 'has 6 blocks in blocks, the architecture 7'),
+        (dict(arch=dict(ARCH, embed_dims=64)), r'would be .* from the original.*different models'),
+        (dict(arch=dict(PLAIN, image_size=32)), 'pos_embed would be 1 x 65 x 32'),
+        (dict(statistics=None), 'no statistics: attention_mean.1 is needed'),
+        (dict(statistics={}), 'statistics lack attention_mean.1'),
+        (dict(glad_init='linaer'), "'linear' or 'random', not 'linaer'"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_sentence(deit, change, message):
+    arguments = dict(statistics=collect(deit, smooth_images(2)), arch=ARCH)
+    arguments.update(change)
+    with pytest.raises(ValueError, match=message):
+        build_integrated_deit(deit.state_dict(), out_type='cls_token', **arguments)
+
+
+def test_calibration_finds_the_way_back_to_the_grid(deit):
+    images = smooth_images(64)
+    state, _ = build_integrated_deit(deit.state_dict(), collect(deit, images), ARCH)
+    model = loaded(state, ARCH)
+    state, _ = build_integrated_deit(deit.state_dict(), None, PLAIN, out_type='cls_token')
+    original = loaded(state, PLAIN, out_type='cls_token')
+    # before layer 3 nothing is aggregated, so three of four maps have an un-projection
+    assert sorted(model.unprojections) == ['1', '2', '3']
+    errors = calibrate_unprojections(model, original, images.split(16))
+    assert all(error['after'] < error['before'] for error in errors.values())
+    again = calibrate_unprojections(model, original, images.split(32))
+    assert [again[i]['before'] for i in again] == pytest.approx(
+        [errors[i]['after'] for i in errors], rel=1e-3
+    )
+
+
+def test_on_four_windows_the_calibrated_maps_stay_those_of_each_window(deit):
+    state, _ = build_integrated_deit(deit.state_dict(), collect(deit, smooth_images(8)), ARCH)
+    model = loaded(state, ARCH)
+    image = smooth_images(1, size=128)
+    with torch.no_grad():
+        whole, part = model(image)[1], model(image[:, :, 64:, :64].contiguous())[1]
+    torch.testing.assert_close(whole[:, :, 8:, :8], part)
+
+
+def timm_swin():
+    torch.manual_seed(0)
+    sizes = dict(embed_dim=16, depths=(2, 2, 2, 2), num_heads=(1, 2, 4, 8), window_size=4)
+    name = 'swin_tiny_patch4_window7_224'
+    return awake(timm.create_model(name, img_size=128, num_classes=5, **sizes))
+
+
+SWIN = dict(embed_dims=16, depths=(2, 2, 2, 2), num_heads=(1, 2, 4, 8), window_size=4)
+
+
+def classify_swin(state, arch, images):
+    model = DGSSASwin(arch, out_indices=(3,)).eval()
+    model.load_state_dict(
+        {k.removeprefix('backbone.'): v for k, v in state.items() if k.startswith('backbone.')}
+    )
+    with torch.no_grad():
+        features = model(images)[0].mean(dim=(2, 3))
+    return torch.nn.functional.linear(features, state['head.fc.weight'], state['head.fc.bias'])
+
+
+def test_without_static_layers_the_build_computes_what_timms_swin_does():
+    swin, images = timm_swin(), smooth_images(2, size=128)
+    arch = dict(SWIN, static_layers=())
+    state, report = build_dgssa_swin(swin.state_dict(), None, arch, out_indices=(3,))
+    with torch.no_grad():
+        expected = swin(images)
+    torch.testing.assert_close(classify_swin(state, arch, images), expected, rtol=1e-4, atol=1e-5)
+    assert not report.names('new') and not report.names('derived')
+
+
+def test_static_windows_start_from_the_mean_attention_and_every_tensor_is_accounted_for():
+    swin, images = timm_swin(), smooth_images(6, size=128)
+    statistics = collect_statistics(swin, images.split(3)).tensors
+    arch = dict(SWIN, static_layers=(1, 2, 3))
+    state, report = build_dgssa_swin(swin.state_dict(), statistics, arch)
+    names = [f'layers.{name}.attn.logits' for name in ('0.blocks.1', '1.blocks.0', '1.blocks.1')]
+    assert report.names('derived') == [f'backbone.{name}' for name in names]
+    for layer, name in enumerate(names, start=1):
+        mean = statistics[f'attention_mean.{layer}'].float()
+        # with a shift, pairs are seen in different numbers of windows: rows do not sum to 1
+        mean = mean / mean.sum(dim=-1, keepdim=True)
+        torch.testing.assert_close(state[f'backbone.{name}'].softmax(dim=-1), mean)
+    # output norms of the first three stages, which a classifier has not
+    assert report.names('new') == [
+        f'backbone.norm{i}.{kind}' for i in range(3) for kind in ('weight', 'bias')
+    ]
+    sizes = {
+        status: sum(torch.Size(r.shape).numel() for r in report.records if r.status == status)
+        for status in ('inherited', 'dropped')
+    }
+    assert sum(sizes.values()) == sum(value.numel() for value in swin.state_dict().values())
+
+
+def test_static_windows_are_closer_to_the_original_than_random_ones():
+    swin, images = timm_swin(), smooth_images(16, size=128)
+    statistics = collect_statistics(swin, images.split(4)).tensors
+    with torch.no_grad():
+        expected = swin(images)
+    error = {}
+    for init in ('dynamic', 'random'):
+        arch = dict(SWIN, static_layers=(1, 2, 3, 4), static_init=init)
+        state, _ = build_dgssa_swin(swin.state_dict(), statistics, arch, out_indices=(3,))
+        error[init] = (classify_swin(state, arch, images) - expected).norm()
+    assert error['dynamic'] < error['random']
