@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-# A small DeiT of MMPretrain for the digits: what the compression pipeline starts from there
+# A small DeiT of MMPretrain for the digits: what the compression starts from there
 # (docs/compression.md). 8 x 8 patches and the class token.
-_base_ = ['./_base_/classifier_digits.py']
+_base_ = ['./_base_/classifier_digits.py', './_base_/digits_augmented.py']
 
 model = dict(
     backbone=dict(
@@ -15,8 +15,10 @@ model = dict(
     head=dict(in_channels=64),
 )
 
-epochs = 40
-optim_wrapper = dict(optimizer=dict(lr=1e-3))
+train_dataloader = dict(batch_size=32, dataset=dict(pipeline=_base_.augmented_pipeline))
+
+epochs = 60
+optim_wrapper = dict(optimizer=dict(betas=(0.9, 0.98)))
 param_scheduler = [
     dict(type='LinearLR', start_factor=0.01, by_epoch=True, end=2, convert_to_iter_based=True),
     dict(
@@ -29,3 +31,4 @@ param_scheduler = [
     ),
 ]
 train_cfg = dict(max_epochs=epochs)
+auto_scale_lr = dict(base_batch_size=32)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # The Swin of classifier_swin_digits.py with static attention in half of its layers.
-_base_ = ['./_base_/classifier_distilled_digits.py']
+_base_ = ['./_base_/classifier_distilled_digits.py', './_base_/digits_augmented.py']
 
 model = dict(
     backbone=dict(
@@ -25,19 +25,14 @@ model = dict(
         neck=dict(type='GlobalAveragePooling'),
         head=dict(type='LinearClsHead', num_classes=10, in_channels=128),
     ),
-    teacher_checkpoint='work_dirs/classifier_swin_digits/epoch_40.pth',
+    teacher_checkpoint='work_dirs/classifier_swin_digits/epoch_60.pth',
 )
 compression = dict(
-    original='work_dirs/classifier_swin_digits/epoch_40.pth',
+    original='work_dirs/classifier_swin_digits/epoch_60.pth',
     statistics='work_dirs/classifier_swin_digits/statistics.safetensors',
 )
 load_from = 'work_dirs/classifier_dgssa_swin_digits/compressed.pth'
 
-pipeline = [
-    dict(type='LoadImageFromFile'),
-    dict(type='Resize', scale=96),
-    dict(type='PackInputs'),
-]
-train_dataloader = dict(dataset=dict(pipeline=pipeline))
-val_dataloader = dict(dataset=dict(pipeline=pipeline))
+train_dataloader = dict(dataset=dict(pipeline=_base_.enlarged_train_pipeline))
+val_dataloader = dict(dataset=dict(pipeline=_base_.enlarged_pipeline))
 test_dataloader = val_dataloader

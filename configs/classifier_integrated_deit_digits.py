@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # The DeiT of classifier_deit_digits.py compressed: docs/compression.md says how the pyramid was
 # found and how the checkpoint is built.
-_base_ = ['./_base_/classifier_distilled_digits.py']
+_base_ = ['./_base_/classifier_distilled_digits.py', './_base_/digits_augmented.py']
 
 model = dict(
     backbone=dict(
@@ -30,10 +30,12 @@ model = dict(
         ),
         head=dict(type='LinearClsHead', num_classes=10, in_channels=64),
     ),
-    teacher_checkpoint='work_dirs/classifier_deit_digits/epoch_40.pth',
+    teacher_checkpoint='work_dirs/classifier_deit_digits/epoch_60.pth',
 )
 compression = dict(
-    original='work_dirs/classifier_deit_digits/epoch_40.pth',
+    original='work_dirs/classifier_deit_digits/epoch_60.pth',
     statistics='work_dirs/classifier_deit_digits/statistics.safetensors',
 )
 load_from = 'work_dirs/classifier_integrated_deit_digits/compressed.pth'
+
+train_dataloader = dict(dataset=dict(pipeline=_base_.augmented_pipeline))

@@ -16,11 +16,6 @@ model = dict(
     head=dict(in_channels=128),
 )
 
-pipeline = [
-    dict(type='LoadImageFromFile'),
-    dict(type='Resize', scale=96),
-    dict(type='PackInputs'),
-]
-train_dataloader = dict(dataset=dict(pipeline=pipeline))
-val_dataloader = dict(dataset=dict(pipeline=pipeline))
+train_dataloader = dict(dataset=dict(pipeline=_base_.enlarged_train_pipeline))
+val_dataloader = dict(dataset=dict(pipeline=_base_.enlarged_pipeline))
 test_dataloader = val_dataloader

@@ -83,7 +83,7 @@ def test_configs_need_one_import_of_ours_and_write_checkpoints_that_load_safely(
         imports.append('effvit_mm.models.classifiers')
     assert cfg.custom_imports == dict(imports=imports, allow_failed_imports=False)
     assert cfg.default_hooks.checkpoint.published_keys == ['meta', 'state_dict']
-    assert cfg.auto_scale_lr.base_batch_size in (8, 16, 64, 1024, 4096)
+    assert cfg.auto_scale_lr.base_batch_size in (8, 16, 32, 64, 1024, 4096)
 
 
 @pytest.mark.parametrize('name', [name for name in CONFIGS if not name.endswith('_digits')])
