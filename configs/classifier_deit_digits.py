@@ -15,7 +15,9 @@ model = dict(
     head=dict(in_channels=64),
 )
 
-train_dataloader = dict(batch_size=32, dataset=dict(pipeline=_base_.augmented_pipeline))
+train_dataloader = dict(batch_size=32, dataset=dict(pipeline=_base_.grey_train_pipeline))
+val_dataloader = dict(dataset=dict(pipeline=_base_.grey_pipeline))
+test_dataloader = val_dataloader
 
 epochs = 60
 optim_wrapper = dict(optimizer=dict(betas=(0.9, 0.98)))

@@ -38,4 +38,6 @@ compression = dict(
 )
 load_from = 'work_dirs/classifier_integrated_deit_digits/compressed.pth'
 
-train_dataloader = dict(dataset=dict(pipeline=_base_.augmented_pipeline))
+train_dataloader = dict(dataset=dict(pipeline=_base_.grey_train_pipeline))
+val_dataloader = dict(dataset=dict(pipeline=_base_.grey_pipeline))
+test_dataloader = val_dataloader

@@ -1,21 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-# Training images for transformers without convolutions, which overfit few digits: moved, inverted,
-# and in other hues. Nothing is mirrored: a mirrored digit is none.
-augmented_pipeline = [
-    dict(type='LoadImageFromFile'),
-    dict(type='RandomCrop', crop_size=64, padding=6, padding_mode='reflect'),
-    dict(type='Invert', prob=0.5),
-    dict(type='ColorJitter', hue=0.5, backend='cv2'),
-    dict(type='PackInputs'),
-]
-# the same at 96 pixels, and without augmentation
-enlarged_train_pipeline = [
-    *augmented_pipeline[:-1],
-    dict(type='Resize', scale=96),
-    dict(type='PackInputs'),
-]
-enlarged_pipeline = [
-    dict(type='LoadImageFromFile'),
-    dict(type='Resize', scale=96),
-    dict(type='PackInputs'),
-]
+# Pictures of single digits for transformers without convolutions, which overfit few of them: grey,
+# and in training moved and inverted. Nothing is mirrored: a mirrored digit is none.
+_load = dict(type='LoadImageFromFile')
+_grey = dict(type='RandomGrayscale', prob=1.0, keep_channels=True)
+_move = dict(type='RandomCrop', crop_size=64, padding=6, padding_mode='reflect')
+_invert = dict(type='Invert', prob=0.5)
+_enlarge = dict(type='Resize', scale=96)
+_pack = dict(type='PackInputs')
+
+grey_pipeline = [_load, _grey, _pack]
+grey_train_pipeline = [_load, _grey, _move, _invert, _pack]
+enlarged_pipeline = [_load, _grey, _enlarge, _pack]
+enlarged_train_pipeline = [_load, _grey, _move, _invert, _enlarge, _pack]
