@@ -3,6 +3,7 @@
 ``tools/study.py``, each called with a trained ``DistilledImageClassifier`` and its config."""
 
 import copy
+from collections.abc import Callable
 
 import torch
 from mmengine.config import Config
@@ -12,10 +13,12 @@ from torch import Tensor, nn
 
 from ..analysis.throughput import time_interleaved
 
+Classifier = Callable[[Tensor], Tensor]
+
 
 @torch.inference_mode()
-def _top1(model: nn.Module, cfg: Config) -> float:
-    """Percent of the validation images that a classifier names right."""
+def top1(classifier: Classifier, cfg: Config) -> float:
+    """Percent of the validation images of a config that a classifier names right."""
     loader = copy.deepcopy(cfg.val_dataloader)
     loader.setdefault('collate_fn', dict(type='default_collate'))
     with DefaultScope.overwrite_default_scope('mmpretrain'):
@@ -24,27 +27,26 @@ def _top1(model: nn.Module, cfg: Config) -> float:
     right = total = 0
     for batch in batches:
         data = preprocessor(batch)
-        scores = model(data['inputs'])
+        scores = classifier(data['inputs'])
         labels = torch.cat([sample.gt_label for sample in data['data_samples']])
         right += (scores.argmax(dim=1) == labels).sum().item()
         total += len(labels)
     return 100 * right / total
 
 
-def _student(model: nn.Module):
+def student_of(model: nn.Module) -> Classifier:
+    """From preprocessed images to the scores of the compressed model."""
     return lambda images: model.head(model.extract_feat(images))
 
 
-def _teacher(model: nn.Module):
-    def scores(images: Tensor) -> Tensor:
-        return model.teach(images)[0]
-
-    return scores
+def teacher_of(model: nn.Module) -> Classifier:
+    """From images as the compressed model sees them to the scores of the original."""
+    return lambda images: model.teach(images)[0]
 
 
 def top1_of_teacher(model: nn.Module, cfg: Config) -> float:
     """Percent of the validation images that the original names right."""
-    return _top1(_teacher(model.eval()), cfg)
+    return top1(teacher_of(model.eval()), cfg)
 
 
 def top1_before_training(model: nn.Module, cfg: Config) -> float:
@@ -55,16 +57,16 @@ def top1_before_training(model: nn.Module, cfg: Config) -> float:
         start.init_weights()
     else:
         load_checkpoint(start, cfg.load_from, map_location='cpu')
-    return _top1(_student(start.eval()), cfg)
+    return top1(student_of(start.eval()), cfg)
 
 
 def speed(model: nn.Module, cfg: Config, batch_size: int = 16, rounds: int = 31) -> float:
     """Images per second over those of the original, eval mode, interleaved, median of rounds."""
-    model.eval()
-    teacher = model.teacher.eval()
-    first = Runner.build_dataloader(cfg.val_dataloader).dataset[0]['inputs']
+    teacher = model.eval().teacher
+    with DefaultScope.overwrite_default_scope('mmpretrain'):
+        first = Runner.build_dataloader(cfg.val_dataloader).dataset[0]['inputs']
     images = torch.rand(batch_size, *first.shape)
     timings = time_interleaved(
-        dict(student=_student(model), teacher=lambda x: teacher(x, mode='tensor')), images, rounds
+        dict(student=student_of(model), teacher=lambda x: teacher(x, mode='tensor')), images, rounds
     )
     return timings['teacher'].median / timings['student'].median

@@ -13,6 +13,7 @@ from mmengine.config import Config
 from mmengine.registry import MODELS, DefaultScope
 from mmengine.runner import Runner, load_checkpoint
 
+from effvit_mm.compression import evaluation
 from effvit_mm.engine.launch import import_framework
 
 pytest.importorskip('mmpretrain')
@@ -67,11 +68,18 @@ def original(tmp_path_factory):
     return root, checkpoint
 
 
-def disagreement(cfg, checkpoint):
-    """Mean cross-entropy of the model's predictions to the teacher's on the validation images."""
+def load(cfg, checkpoint):
+    """The model of a config with the weights of a checkpoint."""
     with DefaultScope.overwrite_default_scope('mmpretrain'):
         model = MODELS.build({**cfg.model, 'data_preprocessor': cfg.data_preprocessor}).eval()
-        load_checkpoint(model, checkpoint, strict=False)
+    load_checkpoint(model, checkpoint, strict=False)
+    return model
+
+
+def disagreement(cfg, checkpoint):
+    """Mean cross-entropy of the model's predictions to the teacher's on the validation images."""
+    model = load(cfg, checkpoint)
+    with DefaultScope.overwrite_default_scope('mmpretrain'):
         loader = Runner.build_dataloader(cfg.val_dataloader)
     losses = []
     with torch.no_grad():
@@ -118,5 +126,17 @@ def test_statistics_search_build_and_distillation_on_the_digits(original, compre
     assert all(line['token_variance'] > 0 for line in steps)
     assert any('accuracy/top1' in line for line in lines)
     assert disagreement(cfg, trained) < losses['linear']
-    state = torch.load(trained, weights_only=False)['state_dict']
-    assert not any(key.startswith('teacher.') for key in state)
+
+    # what a study tabulates
+    model = load(cfg, trained)
+    assert not any(key.startswith('teacher.') for key in model.state_dict())
+    accuracy = [line['accuracy/top1'] for line in lines if 'accuracy/top1' in line]
+    assert evaluation.top1(evaluation.student_of(model), cfg) == pytest.approx(accuracy[-1])
+    teacher_log = next((root / 'classifier_deit_digits').glob('*/vis_data/scalars.json'))
+    teacher = [json.loads(line) for line in teacher_log.read_text().splitlines()]
+    expected = [line['accuracy/top1'] for line in teacher if 'accuracy/top1' in line][-1]
+    assert evaluation.top1_of_teacher(model, cfg) == pytest.approx(expected)
+    before = load(cfg, cfg.load_from)
+    expected = evaluation.top1(evaluation.student_of(before), cfg)
+    assert evaluation.top1_before_training(model, cfg) == pytest.approx(expected)
+    assert evaluation.speed(model, cfg, rounds=3) > 1
