@@ -30,10 +30,10 @@ model = dict(
         ),
         head=dict(type='LinearClsHead', num_classes=10, in_channels=64),
     ),
-    teacher_checkpoint='work_dirs/classifier_deit_digits/epoch_60.pth',
+    teacher_checkpoint='work_dirs/classifier_deit_digits/epoch_40.pth',
 )
 compression = dict(
-    original='work_dirs/classifier_deit_digits/epoch_60.pth',
+    original='work_dirs/classifier_deit_digits/epoch_40.pth',
     statistics='work_dirs/classifier_deit_digits/statistics.safetensors',
 )
 load_from = 'work_dirs/classifier_integrated_deit_digits/compressed.pth'

@@ -19,17 +19,3 @@ model = dict(
 train_dataloader = dict(dataset=dict(pipeline=_base_.enlarged_train_pipeline))
 val_dataloader = dict(dataset=dict(pipeline=_base_.enlarged_pipeline))
 test_dataloader = val_dataloader
-
-epochs = 30
-param_scheduler = [
-    dict(type='LinearLR', start_factor=0.01, by_epoch=True, end=2, convert_to_iter_based=True),
-    dict(
-        type='CosineAnnealingLR',
-        eta_min=1e-5,
-        by_epoch=True,
-        begin=2,
-        end=epochs,
-        convert_to_iter_based=True,
-    ),
-]
-train_cfg = dict(max_epochs=epochs)
