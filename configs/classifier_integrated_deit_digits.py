@@ -14,7 +14,7 @@ model = dict(
             patch_size=8,
             image_size=64,
             static_layers=(1, 2),
-            pyramid=((3, 44), (4, 28), (6, 12)),
+            pyramid=((3, 22), (4, 20), (6, 19)),
         ),
         out_type='cls_token',
     ),

@@ -12,7 +12,7 @@ model = dict(
             patch_size=8,
             image_size=64,
             static_layers=(1, 2),
-            pyramid=((3, 44), (4, 28), (6, 12)),
+            pyramid=((3, 22), (4, 20), (6, 19)),
         ),
     ),
     neck=dict(in_channels=[64, 64, 64, 64]),

@@ -21,8 +21,11 @@ variants = {
             'static layers 1-4': {'model.backbone.arch.static_layers': (1, 2, 3, 4)},
             'static layers 1-6': {'model.backbone.arch.static_layers': (1, 2, 3, 4, 5, 6)},
             'first GLAD before layer 1': {
-                'model.backbone.arch.pyramid': ((1, 44), (4, 28), (6, 12)),
+                'model.backbone.arch.pyramid': ((1, 24), (4, 20), (6, 19)),
             },
+            # fewer GLADs, as the search places them for the same cost
+            'Q = 2': {'model.backbone.arch.pyramid': ((3, 21), (6, 19))},
+            'Q = 1': {'model.backbone.arch.pyramid': ((3, 20),)},
             # local aggregation instead, for about the same cost
             'concat': {
                 'model.backbone.arch.aggregation': 'concat',

@@ -115,11 +115,12 @@ def build_integrated_deit(
     assembly = _Assembly(source, model, statistics)
     settings = model.arch_settings
     _check_depth(source, 'blocks', settings['depth'])
-    for layer in range(settings['depth']):
-        dynamic = layer not in settings['static_layers']
-        assembly.attention(f'blocks.{layer}', layer, dynamic, settings)
     if glad_init == 'linear':
         _start_aggregations(assembly, model, seed)
+    for layer in range(settings['depth']):
+        dynamic = layer not in settings['static_layers']
+        before = None if dynamic else _aggregated(assembly, model, layer)
+        assembly.attention(f'blocks.{layer}', layer, dynamic, settings, before)
     built, report = assembly.finish('head')
     if model.out_type == 'pyramid' and model.unprojections:
         _start_unprojections(built, report, model)
@@ -211,8 +212,16 @@ class _Assembly:
             )
         return self.statistics[name]
 
-    def attention(self, block: str, layer: int, dynamic: bool, settings: dict[str, Any]) -> None:
-        """Account for the attention of a block, except its output projection."""
+    def attention(
+        self,
+        block: str,
+        layer: int,
+        dynamic: bool,
+        settings: dict[str, Any],
+        before: Tensor | None = None,
+    ) -> None:
+        """Account for the attention of a block, except its output projection; ``before (m, n)``
+        aggregates the original's tokens to those of the block."""
         weight = self.take(f'{block}.attn.qkv.weight')
         bias = self.take(f'{block}.attn.qkv.bias')
         (q_weight, k_weight, v_weight), (q_bias, k_bias, v_bias) = weight.chunk(3), bias.chunk(3)
@@ -242,14 +251,17 @@ class _Assembly:
         self.put(f'{block}.attn.v.weight', v_weight, 'inherited', 'rows of attn.qkv.weight')
         self.put(f'{block}.attn.v.bias', v_bias, 'inherited', 'rows of attn.qkv.bias')
         if settings['static_init'] == 'dynamic':
-            self.static_attention(block, layer)
+            self.static_attention(block, layer, before)
 
-    def static_attention(self, block: str, layer: int) -> None:
+    def static_attention(self, block: str, layer: int, before: Tensor | None) -> None:
         """The mean attention of a layer as its static matrices."""
         name = f'attention_mean.{layer}'
         mean = self.statistic(name)
         mean = mean / mean.sum(dim=-1, keepdim=True)
         if f'{block}.attn.matrix' in self.own:
+            if before is not None:  # between the aggregated tokens, as if they were brought back
+                mean = before @ mean.double() @ torch.linalg.pinv(before)
+                name = f'{name}, between aggregated tokens'
             self.put(f'{block}.attn.matrix', mean, 'derived', name)
         else:  # windows: softmax gives the mean back
             logits = mean.clamp(min=torch.finfo(torch.float32).tiny).log()
@@ -306,6 +318,28 @@ def _start_aggregations(assembly: _Assembly, model: IntegratedDeiT, seed: int) -
                 assembly.put(f'{prefix}.{name}', value, 'derived', note)
         weight = start['weight'].double()
         before = weight if before is None else weight @ before
+
+
+def _aggregated(assembly: _Assembly, model: IntegratedDeiT, layer: int) -> Tensor | None:
+    """What the GLADs up to a layer do to the original's tokens, ``(m, n)``; None: nothing.
+
+    Raises:
+        ValueError: There is another aggregation.
+    """
+    weight: Tensor | None = None
+    for before, _ in model.arch_settings['pyramid']:
+        if before > layer:
+            break
+        prefix = f'aggregations.{before}'
+        if not isinstance(model.get_submodule(prefix), GLAD):
+            raise ValueError(
+                f"The static layer {layer} with static_init='dynamic' stands after a local "
+                'aggregation: the mean attention is that between all tokens.'
+            )
+        own = f'{prefix}.weight'
+        step = (assembly.state[own] if own in assembly.state else assembly.own[own]).double()
+        weight = step if weight is None else step @ weight
+    return weight
 
 
 def _start_unprojections(

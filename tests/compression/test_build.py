@@ -147,6 +147,21 @@ def test_the_report_accounts_for_every_tensor_and_every_value(deit, out_type, fi
     assert not any('.num_batches' in name for name in report.names('new'))
 
 
+def test_a_static_layer_after_a_glad_has_the_mean_attention_between_aggregated_tokens(deit):
+    statistics = collect(deit, smooth_images(8))
+    arch = dict(PLAIN, static_layers=(2,), pyramid=((1, 40),))
+    state, report = build_integrated_deit(deit.state_dict(), statistics, arch)
+    weight = state['backbone.aggregations.1.weight']
+    matrix = state['backbone.blocks.2.attn.matrix']
+    # the rows of W are orthonormal
+    expected = weight @ statistics['attention_mean.2'] @ weight.t()
+    torch.testing.assert_close(matrix, expected, rtol=1e-4, atol=1e-5)
+    assert 'backbone.blocks.2.attn.matrix' in report.names('derived')
+    arch = dict(arch, aggregation='downsample')
+    with pytest.raises(ValueError, match='static layer 2 .* after a local aggregation'):
+        build_integrated_deit(deit.state_dict(), statistics, arch)
+
+
 def test_what_is_random_depends_on_the_seed_alone(deit):
     arch = dict(ARCH, static_init='random')
     states = [
@@ -208,8 +223,8 @@ def test_the_classes_are_inherited_and_what_a_backbone_has_not_is_dropped(deit):
         (dict(arch=dict(ARCH, depth=7)), 'has 6 blocks in blocks, the architecture 7'),
         (dict(arch=dict(ARCH, embed_dims=64)), r'would be .* from the original.*different models'),
         (dict(arch=dict(PLAIN, image_size=32)), 'pos_embed would be 1 x 65 x 32'),
-        (dict(statistics=None), 'no statistics: attention_mean.1 is needed'),
-        (dict(statistics={}), 'statistics lack attention_mean.1'),
+        (dict(statistics=None), 'no statistics: gram.3 is needed'),
+        (dict(statistics={}), 'statistics lack gram.3'),
         (dict(glad_init='linaer'), "'linear' or 'random', not 'linaer'"),
     ],
 )
