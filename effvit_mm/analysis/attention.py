@@ -5,7 +5,6 @@ import itertools
 import statistics
 from dataclasses import dataclass
 
-import torch
 from mmengine.config import Config
 from mmengine.runner import Runner
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from torch.nn import functional as F
 
 from ..models.backbones.lavit import LaViT, LaViTBlock
 from ..models.layers.less_attention import LessAttention
+from .observe import find_backbone, run_observed
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,7 @@ def attention_of(model: nn.Module, images: Tensor) -> list[LayerAttention]:
     Raises:
         ValueError: There is no LaViT in the model.
     """
-    backbone = next((m for m in model.modules() if isinstance(m, LaViT)), None)
-    if backbone is None:
-        raise ValueError(f'{type(model).__name__} has no attention to show here: it has no LaViT.')
+    backbone = find_backbone(model, LaViT, 'attention to show here')
     layers: list[LayerAttention] = []
     handles = []
     for s, stage in enumerate(backbone.stages):
@@ -62,14 +60,7 @@ def attention_of(model: nn.Module, images: Tensor) -> list[LayerAttention]:
                 layers.append(LayerAttention(s, j, less, grid.height, grid.width, weights))
 
             handles.append(block.register_forward_hook(record))
-    training = backbone.training
-    try:
-        with torch.no_grad():
-            backbone.eval()(images)
-    finally:
-        backbone.train(training)
-        for handle in handles:
-            handle.remove()
+    run_observed(backbone, images, handles)
     return layers
 
 

@@ -9,18 +9,18 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
+from ..models.backbones.base import STRIDES
 from ..models.backbones.partialformer import PartialFormer
 from ..models.layers.partial_attention import foreground_mask, split_tokens
 from .attention import LayerAttention, layer_similarity
+from .observe import find_backbone, run_observed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-STRIDES = (4, 8, 16, 32)
 OUTLINE = '#ffb000'
 
 
@@ -40,11 +40,7 @@ def foreground_maps(model: nn.Module, images: Tensor) -> list[list[Tensor]]:
     Raises:
         ValueError: There is no PartialFormer in the model.
     """
-    backbone = next((m for m in model.modules() if isinstance(m, PartialFormer)), None)
-    if backbone is None:
-        raise ValueError(
-            f'{type(model).__name__} has no foreground tokens to show: it has no PartialFormer.'
-        )
+    backbone = find_backbone(model, PartialFormer, 'foreground tokens to show')
     maps: list[list[Tensor]] = [[] for _ in backbone.stages]
     handles = []
     for stage_maps, stage in zip(maps, backbone.stages, strict=True):
@@ -57,14 +53,7 @@ def foreground_maps(model: nn.Module, images: Tensor) -> list[list[Tensor]]:
 
             # what the position encoding returns is what the block splits
             handles.append(block.pos_embed.register_forward_hook(record))
-    training = backbone.training
-    try:
-        with torch.no_grad():
-            backbone.eval()(images)
-    finally:
-        backbone.train(training)
-        for handle in handles:
-            handle.remove()
+    run_observed(backbone, images, handles)
     return maps
 
 

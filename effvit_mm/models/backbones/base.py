@@ -20,6 +20,7 @@ from ..checkpoint import read_state_dict, select_prefix
 from ..layers.utils import ConditionalPositionEncoding, tokens_to_map
 
 NUM_STAGES = 4
+STRIDES = (4, 8, 16, 32)
 
 
 def as_fraction(value: Any, field: str) -> Fraction:
@@ -163,7 +164,7 @@ class PyramidBackbone(BaseModule):
                 )
         return fields
 
-    def finish(self, channels: Sequence[int], strides: Sequence[int] = (4, 8, 16, 32)) -> None:
+    def finish(self, channels: Sequence[int], strides: Sequence[int] = STRIDES) -> None:
         """Last step of construction: output norms, initialisation, freezing.
 
         Args:

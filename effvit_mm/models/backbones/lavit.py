@@ -25,9 +25,7 @@ from ..layers.utils import (
     feed_forward,
     tokens_to_map,
 )
-from .base import NUM_STAGES, PyramidBackbone
-
-STRIDES = (4, 8, 16, 32)
+from .base import NUM_STAGES, STRIDES, PyramidBackbone
 
 
 class LaViTBlock(nn.Module):
