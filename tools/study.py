@@ -38,10 +38,15 @@ sys.path.append(osp.dirname(osp.dirname(osp.abspath(__file__))))
 
 import torch
 from mmengine.config import Config
-from mmengine.registry import MODELS, init_default_scope
-from mmengine.runner import load_checkpoint
+from mmengine.registry import init_default_scope
 
-from effvit_mm.engine.launch import SetupError, check_data, import_framework, run_or_explain
+from effvit_mm.engine.launch import (
+    SetupError,
+    build_model,
+    check_data,
+    import_framework,
+    run_or_explain,
+)
 
 TRAIN = osp.join(osp.dirname(osp.abspath(__file__)), 'train.py')
 FIELDS = ('config', 'metric', 'seeds', 'options', 'variants', 'measures')
@@ -121,13 +126,11 @@ def measure(study: dict[str, Any], config: Path) -> dict[str, float]:
         return {}
     cfg = Config.fromfile(config)
     init_default_scope(cfg.default_scope)
-    model = MODELS.build(cfg.model)
-    checkpoint = (config.parent / 'last_checkpoint').read_text()
-    load_checkpoint(model, checkpoint, map_location='cpu', strict=True)
+    model = build_model(cfg, (config.parent / 'last_checkpoint').read_text())
     results = {}
     for name, target in study['measures'].items():
         module, _, function = target.partition(':')
-        results[name] = getattr(importlib.import_module(module), function)(model.eval(), cfg)
+        results[name] = getattr(importlib.import_module(module), function)(model, cfg)
     return results
 
 

@@ -28,8 +28,7 @@ import numpy as np
 import torch
 from mmengine.config import Config, DictAction
 from mmengine.dataset import Compose, pseudo_collate
-from mmengine.registry import DATASETS, MODELS, init_default_scope
-from mmengine.runner import load_checkpoint
+from mmengine.registry import DATASETS, init_default_scope
 from mmengine.utils import mkdir_or_exist
 from torch import Tensor, nn
 
@@ -41,7 +40,13 @@ from effvit_mm.analysis.pictures import (
     draw_similarity,
     foreground_maps,
 )
-from effvit_mm.engine.launch import SetupError, check_data, load_config, run_or_explain
+from effvit_mm.engine.launch import (
+    SetupError,
+    build_model,
+    check_data,
+    load_config,
+    run_or_explain,
+)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -109,23 +114,6 @@ def place(text: str) -> tuple[float, float]:
     if not (0 <= y <= 1 and 0 <= x <= 1):
         raise argparse.ArgumentTypeError(f'{text!r} does not lie between 0,0 and 1,1')
     return y, x
-
-
-def build_model(cfg: Config, checkpoint: str, device: str) -> nn.Module:
-    """The config's model with the checkpoint's weights, in eval mode.
-
-    Raises:
-        SetupError: There is no such checkpoint, or it is of another model.
-    """
-    if '://' not in checkpoint and not osp.isfile(checkpoint):
-        raise SetupError(f'There is no checkpoint {checkpoint}.')
-    model = MODELS.build(cfg.model)
-    try:
-        load_checkpoint(model, checkpoint, map_location='cpu', strict=True)
-    except RuntimeError as error:
-        reason = ' '.join(str(error).split())[:200] + ' …'
-        raise SetupError(f'{checkpoint} does not fit the config: {reason}') from error
-    return model.to(device).eval()
 
 
 def load_data(cfg: Config, images: Sequence[str] | None, num: int) -> Iterator[dict]:

@@ -7,6 +7,7 @@ them. What a user can get wrong before a run is checked here and said in one sen
 """
 
 import argparse
+import copy
 import importlib
 import importlib.metadata
 import os
@@ -16,8 +17,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 from mmengine.config import Config, DictAction
-from mmengine.registry import RUNNERS
-from mmengine.runner import Runner
+from mmengine.registry import MODELS, RUNNERS
+from mmengine.runner import Runner, load_checkpoint
+from torch import nn
 
 FRAMEWORKS = {'mmdet': 'MMDetection', 'mmseg': 'MMSegmentation', 'mmpretrain': 'MMPretrain'}
 
@@ -109,6 +111,30 @@ def load_config(args: argparse.Namespace) -> Config:
 def build_runner(cfg: Config) -> Runner:
     """mmengine's Runner, or the one the config names with ``runner_type``."""
     return RUNNERS.build(cfg) if 'runner_type' in cfg else Runner.from_cfg(cfg)
+
+
+def build_model(cfg: Config, checkpoint: str, device: str = 'cpu') -> nn.Module:
+    """The config's model with the checkpoint's weights, in eval mode; without a Runner.
+
+    The default scope must be the config's.
+
+    Raises:
+        SetupError: There is no such checkpoint, or it is of another model.
+    """
+    if '://' not in checkpoint and not osp.isfile(checkpoint):
+        raise SetupError(f'There is no checkpoint {checkpoint}.')
+    model_cfg = copy.deepcopy(cfg.model)
+    if (
+        cfg.get('data_preprocessor') is not None
+    ):  # beside the model, as MMPretrain's configs have it
+        model_cfg.setdefault('data_preprocessor', cfg.data_preprocessor)
+    model = MODELS.build(model_cfg)
+    try:
+        load_checkpoint(model, checkpoint, map_location='cpu', strict=True)
+    except RuntimeError as error:
+        reason = ' '.join(str(error).split())[:200] + ' …'
+        raise SetupError(f'{checkpoint} does not fit the config: {reason}') from error
+    return model.to(device).eval()
 
 
 def import_framework(scope: str | None) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from mmengine.registry import MODELS
 from mmengine.structures import BaseDataElement, InstanceData
 from torch import nn
 
@@ -193,7 +194,7 @@ def detector(tmp_path_factory):
     )
     cfg = tool.load_config(arguments)
     tool.init_default_scope('mmdet')
-    torch.save(tool.MODELS.build(cfg.model).state_dict(), folder / 'untrained.pth')
+    torch.save(MODELS.build(cfg.model).state_dict(), folder / 'untrained.pth')
     return tool, [str(config), str(folder / 'untrained.pth'), '--device', 'cpu'], data
 
 

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tools build without a Runner is what the Runner builds."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from mmengine.config import Config
+from mmengine.registry import DefaultScope
+from mmengine.runner import Runner
+
+from effvit_mm.engine.launch import SetupError, build_model, import_framework
+
+CONFIG = Path(__file__).resolve().parents[2] / 'configs' / 'classifier_lavit_digits.py'
+
+
+def test_a_model_has_the_preprocessor_that_the_config_has_beside_it(tmp_path):
+    pytest.importorskip('mmpretrain')
+    import_framework('mmpretrain')
+    cfg = Config.fromfile(CONFIG)
+    assert 'data_preprocessor' not in cfg.model
+    image = torch.randint(0, 256, (1, 3, 64, 64), dtype=torch.uint8)
+    with DefaultScope.overwrite_default_scope('mmpretrain'):
+        runner = Runner(
+            model=dict(cfg.model),
+            work_dir=str(tmp_path),
+            data_preprocessor=cfg.data_preprocessor,
+            default_scope='mmpretrain',
+            experiment_name='test_launch',
+        )
+        torch.save(runner.model.state_dict(), tmp_path / 'model.pth')
+        model = build_model(cfg, str(tmp_path / 'model.pth'))
+        expected = runner.model.data_preprocessor(dict(inputs=image))['inputs']
+        actual = model.data_preprocessor(dict(inputs=image))['inputs']
+        assert torch.equal(actual, expected) and actual.min() < 0
+        with torch.no_grad():
+            logits = runner.model.eval()(expected, mode='tensor')
+            assert torch.equal(model(actual, mode='tensor'), logits)
+        with pytest.raises(SetupError, match='no checkpoint'):
+            build_model(cfg, str(tmp_path / 'none.pth'))
