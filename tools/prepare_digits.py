@@ -41,7 +41,7 @@ VAL_SHARE = 0.2  # of the source digits
 INK = 0.45  # of full blackness: what is darker belongs to the digit
 MAX_DIGITS = 5
 SCENE_SIDES = (20 / 128, 56 / 128)  # height of a digit over the side of its picture
-CLASSIFICATION_SIDES = (0.45, 0.85)
+CLASSIFICATION_SIDES = (0.55, 0.85)
 MAX_OVERLAP = 0.08  # of the smaller digit's mask
 MIN_CONTRAST = 90.0  # in luminance (0…255), of a digit to what is behind it; hues are free
 LUMINANCE = np.array([0.299, 0.587, 0.114])
@@ -94,11 +94,18 @@ class DigitPictures:
     def single(self, split: str, index: int, size: int) -> tuple[np.ndarray, int]:
         """Classification picture ``index`` of a split: the image and its source digit.
 
-        The sources are taken in turn; later rounds draw them again, differently.
+        A light digit on a dark ground with some noise; scenes have colours and textures. The
+        sources are taken in turn; later rounds draw them again, differently.
         """
         source = int(self.sources[split][index % len(self.sources[split])])
         rng = self._rng('classification', split, index)
-        return self.draw(rng, [source], size, CLASSIFICATION_SIDES)[0], source
+        height = size * rng.uniform(*CLASSIFICATION_SIDES)
+        alpha = warp_glyph(rng, self.glyphs[source], height, size)
+        top, left = rng.integers(0, size + 1 - np.array(alpha.shape))
+        canvas = np.zeros((size, size, 1), np.float32)
+        canvas[top : top + alpha.shape[0], left : left + alpha.shape[1], 0] = alpha
+        canvas = 255 * (rng.uniform(0.5, 1) * canvas + 0.1 * rng.random(canvas.shape, np.float32))
+        return canvas.clip(0, 255).round().astype(np.uint8).repeat(3, axis=2), source
 
     def draw(
         self,

@@ -34,7 +34,7 @@ test_dataloader = val_dataloader
 val_evaluator = dict(topk=(1,))
 test_evaluator = val_evaluator
 
-epochs = 15
+epochs = 6
 optim_wrapper = dict(optimizer=dict(lr=1e-3))
 param_scheduler = [
     dict(type='LinearLR', start_factor=0.01, by_epoch=True, end=1, convert_to_iter_based=True),
