@@ -81,7 +81,7 @@ setup(
     python_requires='>=3.10',
     packages=find_packages(include=['effvit_mm', 'effvit_mm.*']),
     cmdclass={'build_py': BuildWithMim},
-    install_requires=['torch>=2.1', 'timm>=1.0.31,<1.1'],
+    install_requires=['torch>=2.1', 'timm>=1.0.31,<1.1', 'safetensors>=0.4'],
     extras_require={'onedl': ONEDL, 'openmmlab': OPENMMLAB, 'tests': TESTS},
     zip_safe=False,
 )

@@ -7,14 +7,17 @@ finds them: ``custom_imports = dict(imports=['effvit_mm'])`` in a config is all 
 
 from . import engine, models  # noqa: F401  (registration)
 from .engine import AuxiliaryLossHook
-from .models.backbones import LaViT, PartialFormer
-from .models.losses import DiagonalityPreservingLoss
+from .models.backbones import DGSSASwin, IntegratedDeiT, LaViT, PartialFormer
+from .models.losses import DiagonalityPreservingLoss, TokenDistillationLoss
 from .version import __version__
 
 __all__ = [
     'AuxiliaryLossHook',
+    'DGSSASwin',
     'DiagonalityPreservingLoss',
+    'IntegratedDeiT',
     'LaViT',
     'PartialFormer',
+    'TokenDistillationLoss',
     '__version__',
 ]

@@ -14,6 +14,7 @@ from effvit_mm.engine.launch import (
     SetupError,
     add_common_arguments,
     build_runner,
+    check_checkpoints,
     check_data,
     load_config,
     parse_args,
@@ -64,6 +65,7 @@ def main() -> None:
     if args.resume is not None:
         cfg.resume = True
         cfg.load_from = None if args.resume == 'auto' else args.resume
+    check_checkpoints(cfg)
     build_runner(cfg).train()
 
 

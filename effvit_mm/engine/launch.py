@@ -259,6 +259,25 @@ def _check_path(path: str, dataset: dict, where: str) -> None:
     )
 
 
+def check_checkpoints(cfg: Config) -> None:
+    """Refuse to start when a checkpoint that the config names is not there.
+
+    Raises:
+        SetupError: Names the first missing one and says where it comes from.
+    """
+    compressed = 'compression' in cfg
+    advice = {
+        'load_from': '`python tools/compress.py build` writes it' if compressed else '',
+        'teacher_checkpoint': 'train the teacher first',
+    }
+    paths = dict(load_from=cfg.get('load_from'))
+    paths['teacher_checkpoint'] = cfg.model.get('teacher_checkpoint')
+    for name, path in paths.items():
+        if path and '://' not in path and not osp.isfile(path):
+            hint = f'; {advice[name]} (docs/compression.md)' if advice[name] else ''
+            raise SetupError(f'{name} of the config is {path}, which is not there{hint}.')
+
+
 def _set_mmpretrain_loader_defaults(cfg: Config) -> None:
     """Dataloader settings that MMPretrain's tools, not its configs, give."""
     for split in ('train', 'val', 'test'):

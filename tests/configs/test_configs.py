@@ -13,6 +13,7 @@ from mmengine.config import Config
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import DefaultScope
 from mmengine.runner import Runner
+from mmengine.utils import import_modules_from_strings
 
 from effvit_mm.engine.launch import FRAMEWORKS, import_framework
 
@@ -25,6 +26,9 @@ SCOPES = dict(
     upernet='mmseg',
     classifier='mmpretrain',
 )
+# what the compression starts from on the digits: backbones of MMPretrain
+ORIGINALS = ['classifier_deit_digits', 'classifier_swin_digits']
+OURS = [name for name in CONFIGS if name not in ORIGINALS]
 DIGITS = [name for name in CONFIGS if name.endswith('_digits')]
 
 
@@ -34,10 +38,18 @@ def load(name):
     if find_spec(scope) is None:
         pytest.skip(f'{FRAMEWORKS[scope]} is not installed')
     import_framework(scope)
-    return Config.fromfile(ROOT / 'configs' / f'{name}.py')
+    cfg = Config.fromfile(ROOT / 'configs' / f'{name}.py')
+    if 'teacher' in cfg.model:
+        import_modules_from_strings(**cfg.custom_imports)
+        # what compressing and training them would have written
+        cfg.load_from = None
+        cfg.model.pop('teacher_checkpoint', None)
+        if 'pretrained' in cfg.model.teacher:
+            cfg.model.teacher.pretrained = False
+    return cfg
 
 
-@pytest.fixture(scope='module', params=CONFIGS)
+@pytest.fixture(scope='module', params=OURS)
 def built(request):
     """A config and its model in the config's scope."""
     cfg = load(request.param)
@@ -69,6 +81,12 @@ def test_there_is_a_config_for_each_task_and_size_and_one_on_the_digits():
     )
     for head, sizes in lavit.items():
         expected |= {f'{head}_lavit_{size}' for size in (*sizes, 'digits')}
+    expected |= {
+        f'{head}_{family}_{size}'
+        for head in ('classifier', 'mask_rcnn', 'upernet')
+        for family in ('integrated_deit', 'dgssa_swin')
+        for size in ('tiny', 'small', 'base', 'digits')
+    }
     assert expected <= set(CONFIGS)
 
 
@@ -80,9 +98,12 @@ def test_the_losses_of_lavit_are_collected(name):
 @pytest.mark.parametrize('name', CONFIGS)
 def test_configs_need_one_import_of_ours_and_write_checkpoints_that_load_safely(name):
     cfg = load(name)
-    assert cfg.custom_imports == dict(imports=['effvit_mm'], allow_failed_imports=False)
+    imports = ['effvit_mm']
+    if 'teacher' in cfg.model:
+        imports.append('effvit_mm.models.classifiers')
+    assert cfg.custom_imports == dict(imports=imports, allow_failed_imports=False)
     assert cfg.default_hooks.checkpoint.published_keys == ['meta', 'state_dict']
-    assert cfg.auto_scale_lr.base_batch_size in (8, 16, 64, 1024)
+    assert cfg.auto_scale_lr.base_batch_size in (8, 16, 32, 64, 1024, 4096)
 
 
 @pytest.mark.parametrize('name', [name for name in CONFIGS if not name.endswith('_digits')])
@@ -98,8 +119,13 @@ def test_the_benchmark_recipes_are_those_of_the_literature(name):
         expected = (1e-4, 1e-4, 16)
         assert cfg.train_cfg.max_epochs == 12 and cfg.train_dataloader.batch_size == 2
     elif name.startswith('classifier'):
-        expected = (1e-3, 0.05, 1024)
+        expected = (1e-3, 0.05, 4096 if 'integrated_deit' in name else 1024)
         assert cfg.train_cfg.max_epochs == 300
+        if 'teacher' in cfg.model:
+            warm_up, cosine = cfg.param_scheduler
+            assert optimizer.lr * warm_up.start_factor == pytest.approx(1e-6)
+            assert (warm_up.end, cosine.begin, cosine.end) == (5, 5, 300)
+            assert cosine.eta_min == 1e-5
     elif name.startswith('upernet'):
         expected = (6e-5, 0.01, 16)
         assert cfg.train_cfg.max_iters == 160000
@@ -165,12 +191,18 @@ def test_norms_biases_tokens_and_differences_are_not_decayed(built):
     keys = model.backbone.no_decay_keys
     found = dict.fromkeys(keys, False)
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         kept = [key for key in keys if key in name and name.startswith('backbone.')]
         found.update(dict.fromkeys(kept, True))
+        kept = kept or name.startswith('teacher_glads.')
         expected = 0 if kept or parameter.ndim <= 1 else cfg.optim_wrapper.optimizer.weight_decay
         assert decay[id(parameter)] == expected, name
-    # the query of a background without an abstract token is an ablation
-    assert all(found[key] for key in keys if key != '.query')
+    # the query of a background without an abstract token is an ablation; a classifier has no maps
+    optional = {'.query'}
+    if cfg.default_scope == 'mmpretrain':
+        optional |= {'unprojections', 'window_mixing'}
+    assert all(found[key] for key in keys if key not in optional)
 
 
 @pytest.fixture(scope='module')

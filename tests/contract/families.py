@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from effvit_mm import LaViT, PartialFormer
+from effvit_mm import IntegratedDeiT, LaViT, PartialFormer
 from effvit_mm.models.backbones import PyramidBackbone
 from effvit_mm.models.layers.grid import Tiling
 
@@ -152,6 +152,32 @@ FAMILIES = [
             dict(query_grids=(None, 28, 14, 7)),
             dict(key_grid=5),
             dict(reductions=(4, 4, 2, 1)),
+        ),
+    ),
+    Family(
+        IntegratedDeiT,
+        small=dict(
+            embed_dims=24,
+            depth=5,
+            num_heads=2,
+            image_size=64,
+            static_layers=(1,),
+            pyramid=((2, 13), (3, 9), (4, 5)),
+        ),
+        indivisible=dict(num_heads=5),
+        budgets=dict(tiny=Budget(), small=Budget(), base=Budget()),
+        poison_padding=poison_tiles,
+        ablations=(
+            dict(static_layers=()),
+            dict(pyramid=()),
+            dict(static_block='mlp'),
+            dict(static_init='local'),
+            dict(glad_norm=False),
+            dict(glad_pos_embed=False),
+            dict(window_mixing=False),
+            dict(patch_size=8),
+            dict(aggregation='concat', pyramid=((2, 0),)),
+            dict(aggregation='downsample', pyramid=((2, 0),)),
         ),
     ),
 ]

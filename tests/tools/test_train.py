@@ -278,6 +278,21 @@ def test_a_missing_data_set_says_where_it_comes_from(config, options, words, tmp
         assert word in str(error.value)
 
 
+def test_a_missing_checkpoint_says_what_writes_it(digits_root):
+    config = CONFIGS / 'classifier_integrated_deit_digits.py'
+    status, output = run_tool('train.py', config, cwd=digits_root)
+    assert status != 0
+    message = one_sentence(output)
+    assert 'load_from' in message and 'tools/compress.py build' in message
+    load_from = digits_root / 'some.pth'
+    load_from.touch()
+    status, output = run_tool(
+        'train.py', config, '--cfg-options', f'load_from={load_from}', cwd=digits_root
+    )
+    assert status != 0
+    assert 'train the teacher first' in one_sentence(output)
+
+
 def test_an_evaluator_that_was_forgotten_is_found_before_training(coco, monkeypatch):
     cfg = Config.fromfile(CONFIGS / 'mask_rcnn_partialformer_b3.py')
     options = [option for option in coco_paths(coco) if 'val_evaluator' not in option]

@@ -88,6 +88,10 @@ class PyramidBackbone(BaseModule):
     #: parts of the names of parameters, other than norms and biases, that weight decay would harm:
     #: tokens, and differences from an identity. For the keys of ``paramwise_cfg.custom_keys``.
     no_decay_keys: ClassVar[tuple[str, ...]] = ()
+    #: names of weights that a checkpoint may lack, and of those that show another architecture
+    #: where only the checkpoint has them; regular expressions
+    may_lack: ClassVar[str] = r'norm\d\.'
+    must_have: ClassVar[str] = r'stages\.(\d+)\.'
 
     def __init__(
         self,
@@ -254,6 +258,15 @@ class PyramidBackbone(BaseModule):
         for config in pretrained:
             self.load_pretrained(config['checkpoint'], config.get('prefix'))
 
+    def adapt_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What of a checkpoint's state dict is loaded; a family may rename."""
+        return state
+
+    def _is_surplus(self, key: str) -> bool:
+        """Whether a weight that only the checkpoint has shows another architecture."""
+        part = re.match(self.must_have, key)
+        return part is not None and int(part[1]) < self.num_stages
+
     def load_pretrained(self, path: str, prefix: str | None = None) -> None:
         """Load weights from a checkpoint and log what was not loaded.
 
@@ -267,7 +280,7 @@ class PyramidBackbone(BaseModule):
         Raises:
             ValueError: Nothing matched, or the checkpoint is of another architecture.
         """
-        state = select_prefix(read_state_dict(path), prefix, path)
+        state = self.adapt_state(select_prefix(read_state_dict(path), prefix, path))
         own = self.state_dict()
         matched = [key for key in state if key in own]
         if not matched:
@@ -282,11 +295,10 @@ class PyramidBackbone(BaseModule):
                 )
         missing = [key for key in own if key not in state]
         unexpected = [key for key in state if key not in own]
-        lacking = [key for key in missing if not re.match(r'norm\d\.', key)]
+        lacking = [key for key in missing if not re.match(self.may_lack, key)]
         if lacking:
             raise ValueError(f'{different}: it lacks {lacking[0]} and {len(lacking) - 1} more.')
-        built = tuple(f'stages.{i}.' for i in range(self.num_stages))
-        surplus = [key for key in unexpected if key.startswith(built)]
+        surplus = [key for key in unexpected if self._is_surplus(key)]
         if surplus:
             raise ValueError(f'{different}: it also has {surplus[0]} and {len(surplus) - 1} more.')
         self.load_state_dict(state, strict=False)

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 from .diagonality import DiagonalityPreservingLoss
+from .token_distillation import TokenDistillationLoss
 
-__all__ = ['DiagonalityPreservingLoss']
+__all__ = ['DiagonalityPreservingLoss', 'TokenDistillationLoss']
