@@ -18,13 +18,14 @@ no_decay = dict(
         'head_mix': dict(decay_mult=0.0),
         'backbone.cls_token': dict(decay_mult=0.0),
         'backbone.pos_embed': dict(decay_mult=0.0),
+        '.q_bias': dict(decay_mult=0.0),
+        '.v_bias': dict(decay_mult=0.0),
         'attn.matrix': dict(decay_mult=0.0),
         'attn.logits': dict(decay_mult=0.0),
         'relative_position_bias_table': dict(decay_mult=0.0),
         'aggregations': dict(decay_mult=0.0),
         'teacher_glads': dict(decay_mult=0.0),
         'unprojections': dict(decay_mult=0.0),
-        'window_mixing': dict(decay_mult=0.0),
     },
 )
 

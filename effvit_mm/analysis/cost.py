@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..models.backbones import LaViT, PartialFormer
+from ..models.backbones import IntegratedDeiT, LaViT, PartialFormer
 from ..models.backbones.base import as_fraction
 from ..models.layers.partial_attention import num_foreground
 
@@ -99,6 +99,37 @@ def lavit_macs(backbone: LaViT, height: int, width: int) -> int:
         macs += depth * (reduction + projected + ffn)
         macs += vanilla * projected + (depth - vanilla) * (theta + psi)
         dim_in, heads_in = dim, heads
+    return macs
+
+
+@analytical_macs.register
+def integrated_deit_macs(backbone: IntegratedDeiT, height: int, width: int) -> int:
+    """Integrated-DeiT (arXiv 2310.07664): by layers; its static ones have no queries and keys."""
+    a = backbone.arch_settings
+    dim, patch = a['embed_dims'], a['patch_size']
+    height, width = -(-height // patch), -(-width // patch)
+    windows = -(-height // backbone.grid) * -(-width // backbone.grid)
+    macs = height * width * backbone.in_channels * patch**2 * dim
+    n, pyramid = 1 + backbone.grid**2, dict(a['pyramid'])
+    for layer, m in enumerate(backbone.tokens_of):
+        if layer in pyramid and a['aggregation'] == 'glad':
+            macs += windows * m * n * dim
+        elif layer in pyramid and a['aggregation'] == 'concat':
+            macs += windows * (m - 1) * 4 * dim**2
+        n, static = m, layer in a['static_layers']
+        if static and a['static_block'] == 'mlp':
+            mixing = 2 * n**2 * dim
+        else:
+            mixing = (2 if static else 4) * n * dim**2 + (1 if static else 2) * n**2 * dim
+        macs += windows * (mixing + 2 * n * dim * int(dim * a['mlp_ratio']))
+    if backbone.out_type == 'cls_token':
+        return macs
+    for i, stride in zip(backbone.out_indices, backbone.out_strides, strict=True):
+        if backbone.tokens_of[backbone.taps[i]] < 1 + backbone.grid**2:  # back to the grid
+            macs += windows * backbone.grid**2 * backbone.tokens_of[backbone.taps[i]] * dim
+        macs += 9 * height * width * dim * a['window_mixing']
+        for doubling in range(max(0, round(math.log2(patch / stride)))):
+            macs += 4 * height * width * 4**doubling * dim**2  # deconvolution
     return macs
 
 

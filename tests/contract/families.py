@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from effvit_mm import IntegratedDeiT, LaViT, PartialFormer
 from effvit_mm.models.backbones import PyramidBackbone
 from effvit_mm.models.layers.grid import Tiling
+from effvit_mm.models.layers.token_aggregation import linear_start
 
 STRIDES = (4, 8, 16, 32)
 
@@ -40,6 +41,11 @@ class Family:
         poison_padding: For families that tile. Context in which the cells that a model's tiles add
             beyond the map hold garbage instead of what they usually hold.
         ablations: Fields that, put into ``small``, each switch another part on or off.
+        stem: How the names of the parameters before the first block start.
+        stage: Of the stages 0 to 3 of ``small``, how the names of their parameters start.
+        block: How the names of a block's parameters start; no stage has more blocks than that one.
+        settle: Brings a new backbone to where training starts, in place, where that is not how it
+            is constructed.
     """
 
     cls: type[PyramidBackbone]
@@ -49,6 +55,10 @@ class Family:
     mirror: Callable[[nn.Module], None] | None = None
     poison_padding: Callable[[nn.Module], AbstractContextManager] | None = None
     ablations: tuple[dict[str, Any], ...] = ()
+    stem: tuple[str, ...] = ('stages.0.patch_embed.',)
+    stage: tuple[tuple[str, ...], ...] = tuple((f'stages.{i}.', f'norm{i}.') for i in range(4))
+    block: str = 'stages.1.blocks.1.'
+    settle: Callable[[nn.Module], None] = lambda model: None
 
     @property
     def name(self) -> str:
@@ -62,7 +72,13 @@ class Family:
         """The small backbone in eval mode, awakened unless told otherwise; always the same."""
         torch.manual_seed(0)
         model = self.cls(arch=copy.deepcopy(self.small), **kwargs).eval()
+        self.settle(model)
         return awaken(model) if awake else model
+
+    def is_frozen(self, name: str, frozen_stages: int) -> bool:
+        """Whether what has this name is part of what ``frozen_stages`` freezes."""
+        frozen = [start for stage in self.stage[: max(0, frozen_stages)] for start in stage]
+        return f'{name}.'.startswith((*frozen, *(self.stem if frozen_stages >= 0 else ())))
 
 
 def awaken(model: nn.Module, gain: float = 1.0) -> nn.Module:
@@ -120,6 +136,14 @@ def poison_tiles(model: nn.Module) -> Iterator[None]:
         Tiling.join = join
 
 
+def start_linear(model: IntegratedDeiT) -> None:
+    """Start the GLADs as the compression does, for tokens that are not alike."""
+    for glad in model.aggregations.values():
+        gram = torch.eye(glad.num_in)
+        glad.load_state_dict(linear_start(gram, 1.0, glad.num_out, glad.dim))
+    model.reset_unprojections()
+
+
 FAMILIES = [
     Family(
         PartialFormer,
@@ -162,7 +186,7 @@ FAMILIES = [
             num_heads=2,
             image_size=64,
             static_layers=(1,),
-            pyramid=((2, 13), (3, 9), (4, 5)),
+            pyramid=((2, 15), (3, 13), (4, 11)),
         ),
         indivisible=dict(num_heads=5),
         budgets=dict(tiny=Budget(), small=Budget(), base=Budget()),
@@ -179,5 +203,14 @@ FAMILIES = [
             dict(aggregation='concat', pyramid=((2, 0),)),
             dict(aggregation='downsample', pyramid=((2, 0),)),
         ),
+        stem=('patch_embed.', 'cls_token.', 'pos_embed.'),
+        stage=tuple(
+            tuple(f'{name}.{i + 1}.' for name in ('blocks', 'aggregations'))
+            + tuple(f'{name}.{i}.' for name in ('unprojections', 'window_mixing', 'to_stride'))
+            + (f'norm{i}.', *(() if i else ('blocks.0.',)))
+            for i in range(4)
+        ),
+        block='blocks.4.',
+        settle=start_linear,
     ),
 ]

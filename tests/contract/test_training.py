@@ -9,36 +9,30 @@ from mmengine.optim import build_optim_wrapper
 from mmengine.registry import DefaultScope
 from torch import nn
 
+from effvit_mm.models.backbones.base import NORMS
+
 from .ddp import SCENARIOS, train_in_two_processes
 from .families import FAMILIES, awaken, image, random_loss
 from .frameworks import FRAMEWORKS, top_model
 from .runs import train
 
+MATRICES = (nn.Linear, nn.Conv2d, nn.ConvTranspose2d)
 SUBSETS = [s for n in range(1, 5) for s in itertools.combinations(range(4), n)]
-NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
-
-
-def is_frozen(name: str, frozen_stages: int) -> bool:
-    """Whether a parameter or module of this name belongs to what ``frozen_stages`` freezes."""
-    stages = [f'stages.{i}.' for i in range(frozen_stages)]
-    norms = [f'norm{i}.' for i in range(frozen_stages)]
-    stem = ['stages.0.patch_embed.'] if frozen_stages >= 0 else []
-    return f'{name}.'.startswith((*stages, *norms, *stem))
 
 
 @pytest.mark.parametrize('frozen_stages', range(-1, 5))
 def test_frozen_stages_are_frozen_at_construction(family, frozen_stages):
     model = family.build(frozen_stages=frozen_stages)
     for name, p in model.named_parameters():
-        assert p.requires_grad != is_frozen(name, frozen_stages), name
+        assert p.requires_grad != family.is_frozen(name, frozen_stages), name
 
 
 @pytest.mark.parametrize('frozen_stages', range(-1, 5))
 def test_frozen_stages_stay_in_eval_after_train(family, frozen_stages):
     model = family.build(frozen_stages=frozen_stages, drop_path_rate=0.5).train()
     for name, module in model.named_modules():
-        if name.startswith(('stages.', 'norm')) and name.count('.'):
-            assert module.training != is_frozen(name, frozen_stages), name
+        if next(module.children(), None) is None:
+            assert module.training != family.is_frozen(name, frozen_stages), name
 
 
 @torch.no_grad()
@@ -62,7 +56,7 @@ def test_norm_eval_keeps_norms_in_eval(family, norm_eval):
     norms = [module for module in model.modules() if isinstance(module, NORMS)]
     assert norms
     assert all(module.training != norm_eval for module in norms)
-    assert model.stages.training
+    assert all(block.training for block in model.all_blocks())
 
 
 @pytest.mark.parametrize('drop_path_rate', [0.0, 0.5])
@@ -89,9 +83,8 @@ def test_checkpointing_runs_blocks_again_instead_of_keeping_their_activations(fa
         def count(*_, with_cp=with_cp):
             calls[with_cp] += 1
 
-        for stage in model.stages:
-            for block in stage.blocks:
-                next(block.children()).register_forward_hook(count)
+        for block in model.all_blocks():
+            next(block.children()).register_forward_hook(count)
         random_loss(model(image(64, 64))).backward()
     assert calls[True] == 2 * calls[False] > 0
 
@@ -163,12 +156,12 @@ def test_mixed_precision_stays_close_to_full_precision(family):
 def test_layer_depths_rise_from_the_stem_to_the_last_block(family):
     model = family.build()
     depths = [(n, *model.get_layer_depth(f'backbone.{n}')) for n, _ in model.named_parameters()]
-    num_depths = sum(len(stage.blocks) for stage in model.stages) + 2
+    num_depths = len(model.all_blocks()) + 2
     assert {n for *_, n in depths} == {num_depths}
     assert {d for _, d, _ in depths} == set(range(num_depths))
-    in_blocks = [d for name, d, _ in depths if '.blocks.' in name]
+    in_blocks = [d for name, d, _ in depths if 'blocks.' in name]
     assert in_blocks == sorted(in_blocks)
-    assert all(d == 0 for name, d, _ in depths if name.startswith('stages.0.patch_embed'))
+    assert all(d == 0 for name, d, _ in depths if f'{name}.'.startswith(family.stem))
     assert all(d == num_depths - 1 for name, d, _ in depths if name.startswith('norm'))
     assert model.get_layer_depth('head.fc.weight') == (num_depths - 1, num_depths)
 
@@ -216,7 +209,7 @@ def test_weight_decay_spares_norms_biases_tokens_and_stored_differences(family, 
     decay = {id(p): g['weight_decay'] for g in groups for p in g['params']}
     for prefix, module in model.named_modules():
         for name, p in module.named_parameters(recurse=False):
-            is_matrix = isinstance(module, (nn.Linear, nn.Conv2d)) and name == 'weight'
+            is_matrix = isinstance(module, MATRICES) and name == 'weight'
             assert decay[id(p)] == (0.05 if is_matrix else 0.0), f'{prefix}.{name}'
 
 

@@ -21,6 +21,7 @@ from ..layers.utils import ConditionalPositionEncoding, tokens_to_map
 
 NUM_STAGES = 4
 STRIDES = (4, 8, 16, 32)
+NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
 
 
 def as_fraction(value: Any, field: str) -> Fraction:
@@ -199,7 +200,7 @@ class PyramidBackbone(BaseModule):
                 module.eval()
             if self.norm_eval:
                 for module in self.modules():
-                    if isinstance(module, (nn.LayerNorm, nn.modules.batchnorm._BatchNorm)):
+                    if isinstance(module, NORMS):
                         module.eval()
         return self
 
@@ -220,6 +221,10 @@ class PyramidBackbone(BaseModule):
     def output(self, i: int, tokens: Tensor, height: int, width: int) -> Tensor:
         """Feature map of stage ``i``: tokens ``(B, H*W, C)``, normed, to ``(B, C, H, W)``."""
         return tokens_to_map(getattr(self, f'norm{i}')(tokens), height, width).contiguous()
+
+    def all_blocks(self) -> list[nn.Module]:
+        """The blocks of all stages in the order in which they run."""
+        return [block for stage in self.stages for block in stage.blocks]
 
     def get_layer_depth(self, param_name: str, prefix: str = 'backbone.') -> tuple[int, int]:
         """Depth of a parameter for layer-wise learning-rate decay.

@@ -24,9 +24,7 @@ from ..layers.token_aggregation import (
     Unprojection,
 )
 from ..layers.utils import check_heads, feed_forward, is_captured, map_to_tokens, tokens_to_map
-from .base import NUM_STAGES, PyramidBackbone
-
-STRIDES = (4, 8, 16, 32)
+from .base import NUM_STAGES, STRIDES, PyramidBackbone
 
 
 class PatchEmbed(nn.Module):
@@ -123,6 +121,28 @@ class WindowMixing(nn.Module):
         return x + map_to_tokens(self.proj(tokens_to_map(x, height, width)))
 
 
+def _halve(x: Tensor) -> Tensor:
+    """3x3 maximum pooling with stride 2, ``(B, C, H, W)`` to ``(B, C, ceil(H/2), ceil(W/2))``."""
+    if not is_captured():
+        return F.max_pool2d(x, 3, stride=2, padding=1)
+    # the operator would tie a graph to the parity of the sides
+    for dim in (2, 3):
+        side = x.shape[dim]
+        middle = 2 * torch.arange(ceil_div(side, 2), device=x.device)
+        before, after = (middle - 1).clamp(min=0), (middle + 1).clamp(max=side - 1)
+        x = torch.stack([x.index_select(dim, i) for i in (before, middle, after)]).amax(dim=0)
+    return x
+
+
+def _crop(x: Tensor, height: int, width: int) -> Tensor:
+    """The first rows and columns of a map."""
+    if not is_captured():
+        return x[:, :, :height, :width]
+    # a slice would ask whether the map is that large
+    rows, columns = (torch.arange(side, device=x.device) for side in (height, width))
+    return x.index_select(2, rows).index_select(3, columns)
+
+
 class _ToStride(nn.Module):
     """From the patches' stride to another one, as the feature pyramids of plain ViTs do:
     deconvolutions to finer maps, 3x3 maximum pooling to coarser ones.
@@ -149,9 +169,9 @@ class _ToStride(nn.Module):
         """Map ``(B, C, H', W')`` to ``(B, C, height, width)``."""
         x = self.deconv(x)
         for _ in range(self.halvings):
-            x = F.max_pool2d(x, 3, stride=2, padding=1)
+            x = _halve(x)
         if self.factor > 1:
-            x = x[:, :, :height, :width]
+            x = _crop(x, height, width)
         return x.contiguous()
 
 
@@ -196,10 +216,11 @@ class IntegratedDeiT(PyramidBackbone):
     no_decay_keys: ClassVar[tuple[str, ...]] = (
         'cls_token',
         'pos_embed',
+        '.q_bias',
+        '.v_bias',
         'attn.matrix',
         'aggregations',
         'unprojections',
-        'window_mixing',
     )
     arch_zoo: ClassVar[dict[str, dict[str, Any]]] = {
         'tiny': dict(
@@ -402,6 +423,10 @@ class IntegratedDeiT(PyramidBackbone):
                     if str(i) in modules:
                         yield modules[str(i)]
 
+    def all_blocks(self) -> list[nn.Module]:
+        """See :meth:`PyramidBackbone.all_blocks`."""
+        return list(self.blocks)
+
     def get_layer_depth(self, param_name: str, prefix: str = 'backbone.') -> tuple[int, int]:
         """See :meth:`PyramidBackbone.get_layer_depth`: an aggregation belongs to the layer after
         it."""
@@ -416,8 +441,10 @@ class IntegratedDeiT(PyramidBackbone):
         return (0 if stem else num_depths - 1), num_depths
 
     def _is_surplus(self, key: str) -> bool:
+        # layers after the last one that is tapped are not built
+        unbuilt = range(self.num_layers, self.arch_settings['depth'])
         part = re.match(self.must_have, key)
-        return part is not None and int(part[1]) < self.num_layers
+        return part is not None and int(part[1]) not in unbuilt
 
     def adapt_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Also take DeiT's own names of biases, and a class token's norm for the last map's."""
@@ -452,7 +479,7 @@ class IntegratedDeiT(PyramidBackbone):
         tiling = Tiling(x.shape[0], height, width, (self.grid, self.grid), device=x.device)
         inside = None
         if is_captured() or height % self.grid or width % self.grid:
-            inside = F.pad(tiling.inside(), (1, 0), value=True).repeat(x.shape[0], 1)
+            inside = F.pad(tiling.inside(x.shape[0]), (1, 0), value=True)
         x = tiling.cut(x) + self.pos_embed[:, 1:]
         cls_token = (self.cls_token + self.pos_embed[:, :1]).expand(x.shape[0], -1, -1)
         return torch.cat((cls_token.to(x.dtype), x), dim=1), inside, tiling

@@ -154,9 +154,9 @@ class Tiling:
         tile = (sample * nh + tile_y) * nw + tile_x
         self._target = tile * (th * tw) + cell_y * tw + cell_x
 
-    def inside(self) -> Tensor:
-        """Which cells ``(T, A)`` of the ``T`` tiles of one sample lie on the map."""
-        _, _, _, y, x = self._cells(1)
+    def inside(self, num_samples: int = 1) -> Tensor:
+        """Which cells ``(num_samples*T, A)`` of the ``T`` tiles of a sample lie on the map."""
+        _, _, _, y, x = self._cells(num_samples)
         return ((y < self.height) & (x < self.width)).view(-1, self.tile[0] * self.tile[1])
 
     def regions(self) -> Tensor:
