@@ -117,11 +117,15 @@ def integrated_deit_macs(backbone: IntegratedDeiT, height: int, width: int) -> i
         elif layer in pyramid and a['aggregation'] == 'concat':
             macs += windows * (m - 1) * 4 * dim**2
         n, static = m, layer in a['static_layers']
+        # of the last layer a classifier only sees the class token
+        seen = 1 if backbone.out_type == 'cls_token' and layer == a['depth'] - 1 else n
         if static and a['static_block'] == 'mlp':
             mixing = 2 * n**2 * dim
+        elif static:
+            mixing = 2 * n * dim**2 + n**2 * dim
         else:
-            mixing = (2 if static else 4) * n * dim**2 + (1 if static else 2) * n**2 * dim
-        macs += windows * (mixing + 2 * n * dim * int(dim * a['mlp_ratio']))
+            mixing = 2 * (seen + n) * dim**2 + 2 * seen * n * dim
+        macs += windows * (mixing + 2 * seen * dim * int(dim * a['mlp_ratio']))
     if backbone.out_type == 'cls_token':
         return macs
     for i, stride in zip(backbone.out_indices, backbone.out_strides, strict=True):

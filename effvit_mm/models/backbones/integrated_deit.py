@@ -64,22 +64,28 @@ class DynamicAttention(nn.Module):
         self.qkv = QKV(dim)
         self.proj = nn.Linear(dim, dim)
 
-    def forward(self, x: Tensor, inside: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, inside: Tensor | None = None, first: int | None = None) -> Tensor:
         """Attend.
 
         Args:
             x: Tokens ``(B, n, C)``.
             inside: ``(B, n)``, which tokens are there; others are no keys. None: all are.
+            first: Only so many tokens, the first ones, attend. None: all.
 
         Returns:
-            ``(B, n, C)``.
+            ``(B, first or n, C)``.
         """
         batch, n, dim = x.shape
-        qkv = self.qkv(x).view(batch, n, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
-        q, k, v = qkv.unbind(0)
+        if first is None:
+            qkv = self.qkv(x).view(batch, n, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+            q, k, v = qkv.unbind(0)
+        else:
+            q = self.qkv(x[:, :first], 0, 1).view(batch, first, self.num_heads, -1).transpose(1, 2)
+            kv = self.qkv(x, 1, 3).view(batch, n, 2, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+            k, v = kv.unbind(0)
         mask = None if inside is None else inside[:, None, None, :]
         z = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return self.proj(z.transpose(1, 2).reshape(batch, n, dim))
+        return self.proj(z.transpose(1, 2).reshape(batch, -1, dim))
 
 
 class DeiTBlock(nn.Module):
@@ -102,9 +108,15 @@ class DeiTBlock(nn.Module):
         self.norm2 = nn.LayerNorm(dim, eps=1e-6)
         self.mlp = Mlp(dim, int(dim * mlp_ratio))
 
-    def forward(self, x: Tensor, inside: Tensor | None = None) -> Tensor:
-        """Tokens ``(B, n, C)``, of which those ``inside (B, n)`` count, to the same shape."""
-        x = x + self.drop_path(self.attn(self.norm1(x), inside))
+    def forward(self, x: Tensor, inside: Tensor | None = None, first: int | None = None) -> Tensor:
+        """Tokens ``(B, n, C)``, of which those ``inside (B, n)`` count, to the same shape, or to
+        the ``first`` of them only."""
+        y = self.norm1(x)
+        if isinstance(self.attn, DynamicAttention):
+            y = self.attn(y, inside, first)
+        else:
+            y = self.attn(y, inside)[:, :first]
+        x = x[:, :first] + self.drop_path(y)
         return feed_forward(x, self.norm2, self.mlp, self.drop_path)
 
 
@@ -502,7 +514,9 @@ class IntegratedDeiT(PyramidBackbone):
                     inside = None
                 aggregated[layer] = aggregation.project(x)
                 x = aggregation.place(aggregated[layer])
-            x = self.run_block(block, x, inside)
+            # of the last layer a classifier only sees the class token
+            last = self.out_type == 'cls_token' and layer == self.num_layers - 1
+            x = self.run_block(block, x, inside, 1 if last else None)
             if self.out_type == 'pyramid' and layer in self.taps:
                 i = self.taps.index(layer)
                 if i in self.out_indices:

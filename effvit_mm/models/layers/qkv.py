@@ -28,11 +28,15 @@ class QKV(nn.Linear):
         self.v_bias = nn.Parameter(torch.zeros(dim)) if bias else None
         self.register_buffer('k_bias', torch.zeros(dim) if bias else None, persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``(…, C)`` to ``(…, 3C)``."""
+    def forward(self, x: Tensor, start: int = 0, end: int = 3) -> Tensor:
+        """``(…, C)`` to ``(…, 3C)``; of queries, keys and values (0, 1, 2) only those from
+        ``start`` to before ``end``."""
+        weight, dim = self.weight, self.in_features
+        if (start, end) != (0, 3):
+            weight = weight[start * dim : end * dim]
         if self.q_bias is None:
-            return F.linear(x, self.weight)
-        return F.linear(x, self.weight, torch.cat((self.q_bias, self.k_bias, self.v_bias)))
+            return F.linear(x, weight)
+        return F.linear(x, weight, torch.cat((self.q_bias, self.k_bias, self.v_bias)[start:end]))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if f'{prefix}bias' in state_dict and self.q_bias is not None:
