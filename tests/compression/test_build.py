@@ -295,7 +295,7 @@ def test_static_windows_start_from_the_mean_attention_and_every_tensor_is_accoun
     statistics = collect_statistics(swin, images.split(3)).tensors
     arch = dict(SWIN, static_layers=(1, 2, 3))
     state, report = build_dgssa_swin(swin.state_dict(), statistics, arch)
-    names = [f'layers.{name}.attn.logits' for name in ('0.blocks.1', '1.blocks.0', '1.blocks.1')]
+    names = [f'stages.{name}.attn.logits' for name in ('0.blocks.1', '1.blocks.0', '1.blocks.1')]
     assert report.names('derived') == [f'backbone.{name}' for name in names]
     for layer, name in enumerate(names, start=1):
         mean = statistics[f'attention_mean.{layer}'].float()

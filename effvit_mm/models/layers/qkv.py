@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
-class QKV(nn.Module):
+class QKV(nn.Linear):
     """``X W^T + (b_q, 0, b_v)``: queries, keys and values side by side.
 
     A key bias would add the same to all logits of a row, which the softmax does not see: such a
@@ -22,8 +22,7 @@ class QKV(nn.Module):
     """
 
     def __init__(self, dim: int, bias: bool = True) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(3 * dim, dim))
+        super().__init__(dim, 3 * dim, bias=False)
         trunc_normal_(self.weight, std=0.02)
         self.q_bias = nn.Parameter(torch.zeros(dim)) if bias else None
         self.v_bias = nn.Parameter(torch.zeros(dim)) if bias else None
