@@ -53,7 +53,10 @@ class WindowAttention(nn.Module):
         if mask is not None:
             bias = (bias + mask[:, None]).to(q.dtype).index_select(0, kind)
         z = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype))
-        return self.proj(z.transpose(1, 2).flatten(2))
+        z = z.transpose(1, 2)
+        if is_captured():  # converters take fused attention apart, which has another layout then
+            z = z.clone(memory_format=torch.contiguous_format)
+        return self.proj(z.flatten(2))
 
 
 class SwinBlock(nn.Module):
