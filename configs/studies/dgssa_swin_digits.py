@@ -17,6 +17,7 @@ variants = {
             'layers 1-3': {'model.backbone.arch.static_layers': (1, 2, 3)},
             'layers 1-7': {'model.backbone.arch.static_layers': (1, 2, 3, 4, 5, 6, 7)},
             'layers 1-9': {'model.backbone.arch.static_layers': (1, 2, 3, 4, 5, 6, 7, 8, 9)},
+            'static: MLP': {'model.backbone.arch.static_block': 'mlp'},
         }.items()
     )
 }

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..models.backbones import IntegratedDeiT, LaViT, PartialFormer
+from ..models.backbones import DGSSASwin, IntegratedDeiT, LaViT, PartialFormer
 from ..models.backbones.base import as_fraction
 from ..models.layers.partial_attention import num_foreground
 
@@ -134,6 +134,36 @@ def integrated_deit_macs(backbone: IntegratedDeiT, height: int, width: int) -> i
         macs += 9 * height * width * dim * a['window_mixing']
         for doubling in range(max(0, round(math.log2(patch / stride)))):
             macs += 4 * height * width * 4**doubling * dim**2  # deconvolution
+    return macs
+
+
+@analytical_macs.register
+def dgssa_swin_macs(backbone: DGSSASwin, height: int, width: int) -> int:
+    """Swin with static layers (arXiv 2310.07664): these have no queries and keys, and one product
+    of n x n matrices instead of two; the cells that windows have beyond the map count."""
+    a = backbone.arch_settings
+    macs, dim, layer = 0, a['embed_dims'], 0
+    for i in range(backbone.num_stages):
+        stride = 2 if i else 4
+        height, width = -(-height // stride), -(-width // stride)
+        n, map_side = height * width, -(-a['image_size'] // (4 * 2**i))
+        side = min(a['window_size'], map_side)
+        cells = -(-height // side) * -(-width // side) * side**2
+
+        macs += n * dim * (2 * dim if i else 16 * backbone.in_channels)  # merging or patches
+        for block in range(a['depths'][i]):
+            if layer not in a['static_layers']:
+                macs += 4 * cells * dim**2 + 2 * cells * side**2 * dim
+            elif a['static_block'] == 'attention':
+                macs += 2 * cells * dim**2 + cells * side**2 * dim
+            else:
+                shifts = block % 2 and map_side > side and side > 1  # by zeros before the map
+                before = side - side // 2 if shifts else 0
+                windows = -(-(height + before) // side) * -(-(width + before) // side)
+                macs += 2 * windows * side**4 * dim
+            macs += 2 * n * dim * int(dim * a['mlp_ratio'])
+            layer += 1
+        dim *= 2
     return macs
 
 

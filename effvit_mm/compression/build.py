@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models.backbones import DGSSASwin, IntegratedDeiT
+from ..models.backbones.dgssa_swin import name_from_timm
 from ..models.layers.token_aggregation import GLAD, linear_start
 from .keys import to_timm_keys
 
@@ -24,8 +25,8 @@ STATUSES = ('inherited', 'derived', 'new', 'dropped')
 #: names that both models have: where the original lacks one, the two do not belong together
 INHERITED = re.compile(
     r'(patch_embed|cls_token|pos_embed)|'
-    r'(blocks\.\d+|layers\.\d+\.blocks\.\d+)\.(norm|mlp|attn\.(proj|relative_position))|'
-    r'layers\.\d+\.downsample'
+    r'(blocks\.\d+|stages\.\d+\.blocks\.\d+)\.(norm|mlp|attn\.(proj|relative_position))|'
+    r'stages\.\d+\.patch_embed'
 )
 
 
@@ -138,17 +139,17 @@ def build_dgssa_swin(
     """Compress a Swin: weights of :class:`DGSSASwin` (prefix ``backbone.``) and, where the original
     has one, of the linear classifier (``head.fc.``). Arguments as in
     :func:`build_integrated_deit`."""
-    source = to_timm_keys(state, 'swin')
+    source = {name_from_timm(key): value for key, value in to_timm_keys(state, 'swin').items()}
     with _seeded(seed):
         model = DGSSASwin(arch, **backbone)
     assembly = _Assembly(source, model, statistics)
     settings = model.arch_settings
     layer = 0
     for stage, depth in enumerate(settings['depths'][: model.num_stages]):
-        _check_depth(source, f'layers.{stage}.blocks', depth)
+        _check_depth(source, f'stages.{stage}.blocks', depth)
         for block in range(depth):
             dynamic = layer not in settings['static_layers']
-            assembly.attention(f'layers.{stage}.blocks.{block}', layer, dynamic, settings)
+            assembly.attention(f'stages.{stage}.blocks.{block}', layer, dynamic, settings)
             layer += 1
     return assembly.finish('head.fc')
 
@@ -240,7 +241,7 @@ class _Assembly:
         table = f'{block}.attn.relative_position_bias_table'
         if table in self.source:
             self.drop(table, self.take(table), 'part of the mean attention')
-        if settings.get('static_block', 'dgssa') != 'dgssa':
+        if settings['static_block'] == 'mlp':
             mixing = 'token mixing by an MLP instead of attention'
             for name, value in (('weight', v_weight), ('bias', v_bias)):
                 self.drop(f'{block}.attn.qkv.{name}[values]', value, mixing)

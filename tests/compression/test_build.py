@@ -295,7 +295,7 @@ def test_static_windows_start_from_the_mean_attention_and_every_tensor_is_accoun
     statistics = collect_statistics(swin, images.split(3)).tensors
     arch = dict(SWIN, static_layers=(1, 2, 3))
     state, report = build_dgssa_swin(swin.state_dict(), statistics, arch)
-    names = [f'layers.{name}.attn.logits' for name in ('0.blocks.1', '1.blocks.0', '1.blocks.1')]
+    names = [f'stages.{name}.attn.logits' for name in ('0.blocks.1', '1.blocks.0', '1.blocks.1')]
     assert report.names('derived') == [f'backbone.{name}' for name in names]
     for layer, name in enumerate(names, start=1):
         mean = statistics[f'attention_mean.{layer}'].float()
@@ -324,3 +324,16 @@ def test_static_windows_are_closer_to_the_original_than_random_ones():
         state, _ = build_dgssa_swin(swin.state_dict(), statistics, arch, out_indices=(3,))
         error[init] = (classify_swin(state, arch, images) - expected).norm()
     assert error['dynamic'] < error['random']
+
+
+def test_token_mixing_in_windows_inherits_all_but_the_attention_of_its_layers():
+    source = timm_swin().state_dict()
+    arch = dict(SWIN, static_layers=(1, 2), static_block='mlp')
+    state, report = build_dgssa_swin(source, None, arch, out_indices=(3,))
+    mixing = [f'backbone.stages.{i}.attn.fc' for i in ('0.blocks.1', '1.blocks.0')]
+    assert report.names('new') == [
+        f'{name}{k}.{kind}' for name in mixing for k in (1, 2) for kind in ('weight', 'bias')
+    ]
+    DGSSASwin(arch, out_indices=(3,)).load_state_dict(
+        {k.removeprefix('backbone.'): v for k, v in state.items() if k.startswith('backbone.')}
+    )

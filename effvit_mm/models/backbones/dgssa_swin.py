@@ -2,7 +2,9 @@
 """DGSSA-Swin: a Swin transformer with static attention in early layers (Yu et al., arXiv
 2310.07664)."""
 
-from collections.abc import Iterator, Sequence
+import itertools
+import re
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -11,42 +13,12 @@ from timm.layers import DropPath, Mlp, trunc_normal_
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..layers.grid import Tiling, ceil_div, divide
+from ..layers.grid import Tiling, ceil_div
 from ..layers.qkv import QKV
-from ..layers.static_attention import StaticWindowAttention
+from ..layers.static_attention import MlpMixing, StaticWindowAttention
 from ..layers.utils import check_heads, feed_forward, is_captured, map_to_tokens
-from .base import PyramidBackbone
-
-#: added to the logits of pairs that may not see each other
-MASKED = -1e4
-
-
-class Windows:
-    """Windows over a map, and which of their cells may see each other.
-
-    What is beyond the map, rolled by the shift, lies in the last two rows and columns of windows.
-    So there are three kinds of windows along a side, nine in all, whatever the map's size.
-
-    Args:
-        tiling: The windows.
-    """
-
-    def __init__(self, tiling: Tiling) -> None:
-        self.tiling = tiling
-        self.mask = self.kind = None
-        (nh, nw), (th, tw) = tiling.tiles, tiling.tile
-        whole = not is_captured() and not (tiling.height % th or tiling.width % tw)
-        if whole and not any(tiling.shift):
-            return
-        window = torch.arange(nh * nw, device=tiling.device)
-        y, x = divide(window, nw)
-        kind = 3 * (y - (nh - 3)).clamp(0, 2) + (x - (nw - 3)).clamp(0, 2)
-        self.kind = kind.repeat(tiling.batch)
-        down, along = divide(torch.arange(9, device=tiling.device), 3)
-        examples = (down + (nh - 3)).clamp(min=0) * nw + (along + (nw - 3)).clamp(min=0)
-        regions = tiling.regions().index_select(0, examples)
-        apart = regions[:, :, None] != regions[:, None, :]
-        self.mask = apart.to(torch.float32) * MASKED
+from ..layers.windows import PaddedWindows, Windows
+from .base import NUM_STAGES, STRIDES, PyramidBackbone
 
 
 class WindowAttention(nn.Module):
@@ -79,9 +51,12 @@ class WindowAttention(nn.Module):
         bias = self.relative_position_bias_table[self.relative_position_index.flatten()]
         bias = bias.view(n, n, self.num_heads).permute(2, 0, 1)[None]
         if mask is not None:
-            bias = (bias + mask[:, None]).index_select(0, kind)
+            bias = (bias + mask[:, None]).to(q.dtype).index_select(0, kind)
         z = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype))
-        return self.proj(z.transpose(1, 2).flatten(2))
+        z = z.transpose(1, 2)
+        if is_captured():  # converters take fused attention apart, which has another layout then
+            z = z.clone(memory_format=torch.contiguous_format)
+        return self.proj(z.flatten(2))
 
 
 class SwinBlock(nn.Module):
@@ -89,8 +64,7 @@ class SwinBlock(nn.Module):
 
     Args:
         dim: Channels ``C``.
-        attention: Dynamic or static attention.
-        shifted: Whether the windows are shifted by half their side.
+        attention: Dynamic or static attention, or token mixing.
         mlp_ratio: Hidden over input channels of the FFN.
         drop_path: Stochastic depth rate.
     """
@@ -98,24 +72,25 @@ class SwinBlock(nn.Module):
     def __init__(
         self,
         dim: int,
-        attention: WindowAttention | StaticWindowAttention,
-        shifted: bool,
+        attention: WindowAttention | StaticWindowAttention | MlpMixing,
         mlp_ratio: float = 4.0,
         drop_path: float = 0.0,
     ) -> None:
         super().__init__()
-        self.shifted = shifted
         self.norm1 = nn.LayerNorm(dim)
         self.attn = attention
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
         self.norm2 = nn.LayerNorm(dim)
         self.mlp = Mlp(dim, int(dim * mlp_ratio))
 
-    def forward(self, x: Tensor, windows: tuple[Windows, Windows]) -> Tensor:
-        """Tokens ``(B, N, C)`` to the same shape; windows without and with shift."""
-        w = windows[int(self.shifted)]
-        z = self.attn(w.tiling.cut(self.norm1(x)), w.mask, w.kind)
-        x = x + self.drop_path(w.tiling.join(z))
+    def forward(self, x: Tensor, windows: Windows) -> Tensor:
+        """Tokens ``(B, N, C)`` of a map, of which these are the windows, to the same shape."""
+        z = windows.cut(self.norm1(x))
+        if isinstance(self.attn, MlpMixing):
+            z = self.attn(z)
+        else:
+            z = self.attn(z, windows.mask, windows.kind)
+        x = x + self.drop_path(windows.join(z))
         return feed_forward(x, self.norm2, self.mlp, self.drop_path)
 
 
@@ -150,6 +125,39 @@ class PatchMerging(nn.Module):
         return self.reduction(self.norm(cells)), ceil_div(height, 2), ceil_div(width, 2)
 
 
+class Stage(nn.Module):
+    """Tokens of a map of its own, and layers whose windows are shifted every other time.
+
+    Args:
+        patch_embed: What makes the tokens, from an image or from the tokens before.
+        blocks: The layers.
+        side: Side of a window in cells.
+        may_shift: Whether, in pretraining, the map had more than one window.
+    """
+
+    def __init__(
+        self, patch_embed: nn.Module, blocks: list[SwinBlock], side: int, may_shift: bool
+    ) -> None:
+        super().__init__()
+        self.patch_embed = patch_embed
+        self.blocks = nn.ModuleList(blocks)
+        self.side = side
+        self.kinds = [
+            (PaddedWindows, side // 2 * (shifted and may_shift))
+            if isinstance(block.attn, MlpMixing)
+            else (Windows, side // 2 * shifted)
+            for block, shifted in zip(blocks, itertools.cycle((0, 1)), strict=False)
+        ]
+
+    def windows(self, x: Tensor, height: int, width: int) -> list[Windows]:
+        """The windows of every layer over the map of tokens ``x (B, H*W, C)``."""
+        made = {
+            (cls, shift): cls(x.shape[0], height, width, self.side, shift, x.device)
+            for cls, shift in dict.fromkeys(self.kinds)
+        }
+        return [made[kind] for kind in self.kinds]
+
+
 @MODELS.register_module()
 class DGSSASwin(PyramidBackbone):
     """Swin with static attention (DGSSA) in early layers.
@@ -160,8 +168,15 @@ class DGSSASwin(PyramidBackbone):
     - ``depths``, ``num_heads``: layers and heads of each stage.
     - ``static_layers``: layers with static attention, counted from 0 through all stages.
     - ``window_size``: side of a window in cells.
+    - ``image_size``: side in pixels of the pretraining's images. Where a stage's map was smaller
+      than a window then, a window has its size, as in timm and the original.
     - ``mlp_ratio``: FFN expansion.
+    - ``static_block``: ``'attention'``, or ``'mlp'`` for token mixing by an MLP instead
+      (:class:`MlpMixing`), whose windows are shifted by padding, since it cannot be masked.
     - ``static_init``: see :class:`StaticWindowAttention`.
+
+    A stage ``i`` is ``stages.i``; what timm calls ``layers.i`` and ``patch_embed`` or
+    ``layers.i.downsample`` are its ``blocks`` and its ``patch_embed``.
 
     Args:
         arch: ``'tiny'``, ``'small'``, ``'base'``, or a dict of the fields above.
@@ -169,7 +184,12 @@ class DGSSASwin(PyramidBackbone):
         drop_path_rate: Stochastic depth rate of the last block, rising linearly from 0.
     """
 
-    no_decay_keys: ClassVar[tuple[str, ...]] = ('relative_position_bias_table', 'attn.logits')
+    no_decay_keys: ClassVar[tuple[str, ...]] = (
+        'relative_position_bias_table',
+        'attn.logits',
+        'q_bias',
+        'v_bias',
+    )
     arch_zoo: ClassVar[dict[str, dict[str, Any]]] = {
         name: dict(embed_dims=c, depths=d, num_heads=h, static_layers=tuple(range(1, p + 1)))
         for name, c, d, h, p in (
@@ -179,10 +199,13 @@ class DGSSASwin(PyramidBackbone):
         )
     }
     arch_defaults: ClassVar[dict[str, Any]] = dict(
-        window_size=7, mlp_ratio=4, static_init='dynamic'
+        window_size=7,
+        image_size=224,
+        mlp_ratio=4,
+        static_block='attention',
+        static_init='dynamic',
     )
     per_stage_fields: ClassVar[tuple[str, ...]] = ('depths', 'num_heads')
-    must_have: ClassVar[str] = r'layers\.(\d+)\.'
 
     def __init__(
         self,
@@ -199,73 +222,86 @@ class DGSSASwin(PyramidBackbone):
             arch, in_channels, out_indices, frozen_stages, norm_eval, with_cp, init_cfg
         )
         a = self.arch_settings
-        total, size = sum(a['depths']), a['window_size']
+        total = sum(a['depths'])
         if not all(0 < layer < total for layer in a['static_layers']):
             raise ValueError(
                 f'static_layers must lie in 1…{total - 1}, not {tuple(a["static_layers"])}.'
             )
-        dims = [a['embed_dims'] * 2**i for i in range(4)]
-        self.patch_embed = PatchEmbed(in_channels, dims[0])
-        self.layers = nn.ModuleList()
-        layer = 0
+        if a['static_block'] not in ('attention', 'mlp'):
+            raise ValueError(
+                f"static_block must be 'attention' or 'mlp', not {a['static_block']!r}."
+            )
+        rates = [drop_path_rate * layer / max(1, total - 1) for layer in range(total)]
+        self.stages = nn.ModuleList()
+        dim, layer = a['embed_dims'], 0
         for i in range(self.num_stages):
-            stage = nn.Module()
-            if i:
-                stage.downsample = PatchMerging(dims[i - 1], dims[i])
-            stage.blocks = nn.ModuleList()
-            for j in range(a['depths'][i]):
-                heads = a['num_heads'][i]
-                if layer in a['static_layers']:
-                    attn = StaticWindowAttention(dims[i], heads, size**2, init=a['static_init'])
-                else:
-                    attn = WindowAttention(dims[i], heads, size)
-                rate = drop_path_rate * layer / max(1, total - 1)
-                stage.blocks.append(SwinBlock(dims[i], attn, j % 2 == 1, a['mlp_ratio'], rate))
+            embed = PatchMerging(dim // 2, dim) if i else PatchEmbed(in_channels, dim)
+            map_side = ceil_div(a['image_size'], STRIDES[i])
+            side = min(a['window_size'], map_side)
+            blocks = []
+            for _ in range(a['depths'][i]):
+                attention = self._attention(layer, dim, a['num_heads'][i], side)
+                blocks.append(SwinBlock(dim, attention, a['mlp_ratio'], rates[layer]))
                 layer += 1
-            self.layers.append(stage)
-        self.finish(dims)
+            self.stages.append(Stage(embed, blocks, side, map_side > side))
+            dim *= 2
+        self.finish([a['embed_dims'] * 2**i for i in range(NUM_STAGES)])
         for module in self.modules():
             if isinstance(module, WindowAttention):
                 trunc_normal_(module.relative_position_bias_table, std=0.02)
         for i in self.out_indices:
             getattr(self, f'norm{i}').eps = 1e-5
 
-    @property
-    def stages(self) -> nn.ModuleList:
-        """The stages, which carry timm's name ``layers``."""
-        return self.layers
+    def _attention(self, layer: int, dim: int, num_heads: int, side: int) -> nn.Module:
+        a = self.arch_settings
+        if layer not in a['static_layers']:
+            return WindowAttention(dim, num_heads, side)
+        if a['static_block'] == 'mlp':
+            return MlpMixing(dim, side**2)
+        return StaticWindowAttention(dim, num_heads, side**2, init=a['static_init'])
 
-    def _frozen_modules(self) -> Iterator[nn.Module]:
-        if self.frozen_stages >= 0:
-            yield self.patch_embed
-        for i in range(self.frozen_stages):
-            yield self.layers[i]
-            if i in self.out_indices:
-                yield getattr(self, f'norm{i}')
+    def adapt_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Also take timm's names, and its last norm for the last map's."""
+        if not any(key.startswith('layers.') for key in state):
+            return state
+        adapted = {}
+        for key, value in state.items():
+            key = name_from_timm(key)
+            if key.endswith('.attn.qkv.bias'):
+                adapted[f'{key[:-4]}q_bias'], _, adapted[f'{key[:-4]}v_bias'] = value.chunk(3)
+            elif not key.endswith(COMPUTED):
+                adapted[re.sub(r'^norm\.', 'norm3.', key)] = value
+        return adapted
 
-    def get_layer_depth(self, param_name: str, prefix: str = 'backbone.') -> tuple[int, int]:
-        """See :meth:`PyramidBackbone.get_layer_depth`."""
-        name = param_name.removeprefix(prefix)
-        if param_name.startswith(prefix) and name.startswith('patch_embed.'):
-            return 0, sum(len(stage.blocks) for stage in self.layers) + 2
-        if param_name.startswith(prefix) and name.startswith('layers.'):
-            param_name = f'{prefix}stages.{name.removeprefix("layers.")}'
-        return super().get_layer_depth(param_name, prefix)
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for key in [key for key in state_dict if key.startswith(prefix)]:
+            name = prefix + name_from_timm(key.removeprefix(prefix))
+            state_dict[name] = state_dict.pop(key)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Images ``(B, in_channels, H, W)`` to a tuple of maps, one per out index."""
         self.check_image(x)
-        x, height, width = self.patch_embed(x)
-        side, features = self.arch_settings['window_size'], []
-        for i, stage in enumerate(self.layers):
-            if i:
-                x, height, width = stage.downsample(x, height, width)
-            windows = tuple(
-                Windows(Tiling(x.shape[0], height, width, (side, side), (s, s), x.device))
-                for s in (0, side // 2)
-            )
-            for block in stage.blocks:
+        features, size = [], ()
+        for i, stage in enumerate(self.stages):
+            x, *size = stage.patch_embed(x, *size)
+            for block, windows in zip(stage.blocks, stage.windows(x, *size), strict=True):
                 x = self.run_block(block, x, windows)
             if i in self.out_indices:
-                features.append(self.output(i, x, height, width))
+                features.append(self.output(i, x, *size))
         return tuple(features)
+
+
+#: ends of the names of what timm stores though it is computed
+COMPUTED = ('relative_position_index', 'attn_mask')
+
+
+def name_from_timm(name: str) -> str:
+    """What a weight of timm's Swin is called here, but for the last norm."""
+    for pattern, replacement in (
+        (r'^patch_embed\.', 'stages.0.patch_embed.'),
+        (r'^layers\.(\d+)\.downsample\.', r'stages.\1.patch_embed.'),
+        (r'^layers\.', 'stages.'),
+    ):
+        name = re.sub(pattern, replacement, name)
+    return name

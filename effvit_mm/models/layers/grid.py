@@ -28,7 +28,8 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def divide(index: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """Quotient and non-negative remainder; ONNX has no ``%`` by a size that is not known yet."""
+    """Quotient and remainder of what is not negative; ONNX has no ``%`` by a size that is not known
+    yet."""
     quotient = index // n
     return quotient, index - quotient * n
 
@@ -81,11 +82,12 @@ def _shift_along(shift: int, num_tiles: int, device: torch.device | None) -> int
     return shift * (torch.arange(2, device=device) * (num_tiles - 1)).clamp(max=1)[1]
 
 
-def _roll(index: Tensor, shift: int | Tensor, side: int) -> Tensor:
-    """Positions along a side, shifted around its end."""
+def roll_index(index: Tensor, shift: int | Tensor, side: int) -> Tensor:
+    """Positions along a side, shifted around its end by at most its length."""
     if isinstance(shift, int) and shift == 0:
         return index
-    return divide(index + shift, side)[1]
+    # not negative: there ONNX's division rounds the other way
+    return divide(index + shift + side, side)[1]
 
 
 class Tiling:
@@ -127,7 +129,7 @@ class Tiling:
         """All cells of all tiles, one after the other.
 
         Returns:
-            For each the sample, its place on the rolled side (y, x), and before the roll (y, x).
+            For each the sample and its place (y, x) on the map or beyond it.
         """
         (nh, nw), (th, tw) = self.tiles, self.tile
         index = torch.arange(num_samples * (nh * nw) * (th * tw), device=self.device)
@@ -135,41 +137,29 @@ class Tiling:
         sample, tile = divide(tile, nh * nw)
         (tile_y, tile_x), (cell_y, cell_x) = divide(tile, nw), divide(cell, tw)
         y, x = tile_y * th + cell_y, tile_x * tw + cell_x
-        before = _roll(y, self.shift[0], nh * th), _roll(x, self.shift[1], nw * tw)
-        return sample, y, x, *before
+        y, x = roll_index(y, self.shift[0], nh * th), roll_index(x, self.shift[1], nw * tw)
+        return sample, y, x
 
     def _compute_indices(self) -> None:
         """Row indices of the tiles' cells among the tokens, and of the tokens in the tiles."""
         (nh, nw), (th, tw) = self.tiles, self.tile
-        sample, _, _, y, x = self._cells(self.batch)
+        sample, y, x = self._cells(self.batch)
         inside = (y < self.height) & (x < self.width)
         token = (sample * self.height + y) * self.width + x
         self._source = torch.where(inside, token, 0)
-        self._inside = inside[:, None]
+        self._beyond = ~inside[:, None]
         index = torch.arange(self.batch * (self.height * self.width), device=self.device)
         row, x = divide(index, self.width)
         sample, y = divide(row, self.height)
-        y, x = _roll(y, -self.shift[0], nh * th), _roll(x, -self.shift[1], nw * tw)
+        y, x = roll_index(y, -self.shift[0], nh * th), roll_index(x, -self.shift[1], nw * tw)
         (tile_y, cell_y), (tile_x, cell_x) = divide(y, th), divide(x, tw)
         tile = (sample * nh + tile_y) * nw + tile_x
         self._target = tile * (th * tw) + cell_y * tw + cell_x
 
     def inside(self, num_samples: int = 1) -> Tensor:
         """Which cells ``(num_samples*T, A)`` of the ``T`` tiles of a sample lie on the map."""
-        _, _, _, y, x = self._cells(num_samples)
+        _, y, x = self._cells(num_samples)
         return ((y < self.height) & (x < self.width)).view(-1, self.tile[0] * self.tile[1])
-
-    def regions(self) -> Tensor:
-        """Numbers ``(T, A)`` of what was neighbouring before the roll; -1 beyond the map.
-
-        Cells of a tile that have the same number may see each other, others were brought together
-        from opposite sides of the map.
-        """
-        (nh, nw), (th, tw) = self.tiles, self.tile
-        _, rolled_y, rolled_x, y, x = self._cells(1)
-        number = 2 * (rolled_y >= nh * th - self.shift[0]) + (rolled_x >= nw * tw - self.shift[1])
-        inside = (y < self.height) & (x < self.width)
-        return torch.where(inside, number, -1).view(-1, th * tw)
 
     def cut(self, x: Tensor) -> Tensor:
         """Tokens ``(B, H*W, C)`` to tiles ``(B*T, A, C)``; cells beyond the map are 0."""
@@ -177,7 +167,7 @@ class Tiling:
         channels = x.shape[2]
         if self.by_index:
             rows = x.flatten(0, 1).index_select(0, self._source)
-            return (rows * self._inside).view(-1, th * tw, channels)
+            return rows.masked_fill(self._beyond, 0).view(-1, th * tw, channels)
         below, right = nh * th - self.height, nw * tw - self.width
         x = x.view(self.batch, self.height, self.width, channels)
         if below or right:

@@ -131,8 +131,7 @@ class StaticWindowAttention(nn.Module):
     """Static attention in windows, some of whose pairs of tokens are masked (Swin).
 
     Stored are logits, ``A = softmax(logits + mask)``: rows are distributions in every window, also
-    where a shifted window brings together what is not neighbouring. In eval mode the softmax is
-    computed once per mask.
+    where a shifted window brings together what is not neighbouring.
 
     Args:
         dim: Channels ``C``.
@@ -162,17 +161,38 @@ class StaticWindowAttention(nn.Module):
         self.logits = nn.Parameter(logits)
         self.v = nn.Linear(dim, dim, bias=qkv_bias)
         self.proj = nn.Linear(dim, dim)
-        self._cache: tuple[Tensor | None, Tensor] | None = None
+        self._cache: tuple[Tensor, Tensor, Tensor] | None = None
 
-    def attention(self, mask: Tensor | None) -> Tensor:
-        """``softmax(logits + mask)``: ``(K, h, n, n)`` for masks ``(K, n, n)``, ``(h, n, n)``
-        without."""
-        cacheable = not (self.training or torch.is_grad_enabled() or is_captured())
-        if cacheable and self._cache is not None and self._cache[0] is mask:
-            return self._cache[1]
+    def attention(self, mask: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """``softmax(logits + mask)``, computed in float32 at least.
+
+        In inference on a CPU, results for masks are kept. Whether they still hold is told by the
+        values of logits and mask: what moving averages write to a parameter's ``data`` shows
+        neither in its identity nor in its version. Comparing takes a fraction of the time of nine
+        softmaxes, but as long as one, and on other devices it would wait for them.
+
+        Args:
+            mask: What is added for each kind of window, ``(K, n, n)``. None: nothing.
+            dtype: Of the result, by default that of the computation.
+
+        Returns:
+            ``(K, h, n, n)`` with a mask, ``(h, n, n)`` without.
+        """
         logits = at_least_float32(self.logits)
-        weights = (logits if mask is None else logits + mask[:, None]).softmax(dim=-1)
-        self._cache = (mask, weights) if cacheable else None
+        dtype = dtype or logits.dtype
+        if mask is None:
+            return logits.softmax(dim=-1).to(dtype)
+        keep = not (self.training or torch.is_grad_enabled() or is_captured())
+        # fake tensors, and parameters that are replaced for one call, leave nothing behind
+        keep = keep and type(self.logits) is nn.Parameter and type(mask) is Tensor
+        keep = keep and logits.device.type == mask.device.type == 'cpu'
+        if keep and self._cache is not None:
+            old_logits, old_mask, weights = self._cache
+            same = old_logits.dtype == logits.dtype and weights.dtype == dtype
+            if same and torch.equal(old_logits, logits) and torch.equal(old_mask, mask):
+                return weights
+        weights = (logits + mask[:, None]).softmax(dim=-1).to(dtype)
+        self._cache = (logits.clone(), mask, weights) if keep else None
         return weights
 
     def forward(self, x: Tensor, mask: Tensor | None = None, kind: Tensor | None = None) -> Tensor:
@@ -188,25 +208,12 @@ class StaticWindowAttention(nn.Module):
             ``(W, n, C)``.
         """
         v = self.v(x).unflatten(2, (self.num_heads, -1))
-        weights = self.attention(mask).to(v.dtype)
+        weights = self.attention(mask, v.dtype)
         if mask is None:
             z = torch.einsum('hnm,bmhd->bnhd', weights, v)
         else:
             z = torch.einsum('bhnm,bmhd->bnhd', weights.index_select(0, kind), v)
         return self.proj(z.flatten(2))
-
-    def train(self, mode: bool = True) -> 'StaticWindowAttention':
-        """Set the mode and forget the cached attention."""
-        self._cache = None
-        return super().train(mode)
-
-    def _load_from_state_dict(self, *args: Any) -> None:
-        self._cache = None
-        super()._load_from_state_dict(*args)
-
-    def _apply(self, *args: Any, **kwargs: Any) -> nn.Module:
-        self._cache = None
-        return super()._apply(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), '_cache': None}

@@ -61,19 +61,6 @@ def test_what_the_cells_beyond_the_map_hold_is_dropped(size, shift, captured):
     assert torch.equal(tiling.join(tiling.cut(x).masked_fill(beyond, torch.nan)), x)
 
 
-@pytest.mark.parametrize('shift', SHIFTS, ids=str)
-@pytest.mark.parametrize('size', MAPS, ids=str)
-def test_regions_separate_what_the_roll_brought_together(size, shift, captured):
-    tile = (4, 3)
-    regions = Tiling(1, *size, tile, shift).regions()
-    for t, cells in enumerate(sources(size, tile, shift)):
-        for (a, p), (b, q) in itertools.combinations(enumerate(cells), 2):
-            exist = all(y < size[0] and x < size[1] for y, x in (p, q))
-            near = abs(p[0] - q[0]) < tile[0] and abs(p[1] - q[1]) < tile[1]
-            may_see = bool(regions[t, a] == regions[t, b] and regions[t, a] >= 0)
-            assert may_see == (exist and near)
-
-
 def test_a_tile_that_is_the_map_is_not_copied():
     x = torch.randn(2, 196, 8)
     tiling = Tiling(2, 14, 14, (14, 14))
