@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from effvit_mm import IntegratedDeiT, LaViT, PartialFormer
+from effvit_mm import DGSSASwin, IntegratedDeiT, LaViT, PartialFormer
 from effvit_mm.models.backbones import PyramidBackbone
 from effvit_mm.models.layers.grid import Tiling
 from effvit_mm.models.layers.token_aggregation import linear_start
@@ -212,5 +212,23 @@ FAMILIES = [
         ),
         block='blocks.4.',
         settle=start_linear,
+    ),
+    Family(
+        DGSSASwin,
+        small=dict(
+            embed_dims=16, depths=(2, 2, 2, 2), num_heads=(1, 2, 4, 8), static_layers=(1, 2, 3)
+        ),
+        indivisible=dict(num_heads=(3, 2, 4, 8)),
+        budgets=dict(tiny=Budget(), small=Budget(), base=Budget()),
+        poison_padding=poison_tiles,
+        ablations=(
+            dict(static_layers=()),
+            dict(static_layers=(5, 6, 7)),
+            dict(static_block='mlp'),
+            dict(static_init='random'),
+            dict(static_init='local'),
+            dict(window_size=4),
+            dict(image_size=64),
+        ),
     ),
 ]

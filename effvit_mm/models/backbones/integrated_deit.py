@@ -203,7 +203,7 @@ class IntegratedDeiT(PyramidBackbone):
     - ``static_layers``: layers with static attention; none: ``()``.
     - ``pyramid``: pairs of a layer and the tokens that it and those after it have: a GLAD before
       each of these layers; none: ``()``.
-    - ``static_block``: ``'dgssa'``, or ``'mlp'`` for token mixing by an MLP instead.
+    - ``static_block``: ``'attention'``, or ``'mlp'`` for token mixing by an MLP instead.
     - ``static_init``: see :class:`StaticAttention`.
     - ``aggregation``: ``'glad'``, or ``'concat'`` or ``'downsample'`` of 2x2 neighbours, which give
       the number of tokens themselves.
@@ -261,7 +261,7 @@ class IntegratedDeiT(PyramidBackbone):
         mlp_ratio=4,
         patch_size=16,
         image_size=224,
-        static_block='dgssa',
+        static_block='attention',
         static_init='dynamic',
         aggregation='glad',
         glad_norm=True,
@@ -325,7 +325,7 @@ class IntegratedDeiT(PyramidBackbone):
                 f'patch_size must be 4, 8, 16 or 32 and divide image_size, not {patch} with '
                 f'{a["image_size"]}.'
             )
-        for field, value in (('static_block', ('dgssa', 'mlp')), ('aggregation', tuple(_KINDS))):
+        for field, value in (('static_block', ('attention', 'mlp')), ('aggregation', tuple(_KINDS))):
             if a[field] not in value:
                 raise ValueError(f'{field} must be one of {", ".join(value)}, not {a[field]!r}.')
         layers = [layer for layer, _ in a['pyramid']]
@@ -369,7 +369,7 @@ class IntegratedDeiT(PyramidBackbone):
             tokens_of.append(tokens)
             if layer not in a['static_layers']:
                 attention = DynamicAttention(dim, a['num_heads'])
-            elif a['static_block'] == 'dgssa':
+            elif a['static_block'] == 'attention':
                 attention = StaticAttention(dim, a['num_heads'], tokens, init=a['static_init'])
             else:
                 attention = MlpMixing(dim, tokens)
