@@ -275,7 +275,7 @@ def run_calibrate(args: argparse.Namespace) -> None:
         pyramid = IntegratedDeiT(**{**recipe.backbone, 'out_type': 'pyramid'})
         pyramid.load_pretrained(args.checkpoint, 'backbone.')
         plain = dict(pyramid.arch_settings, static_layers=(), pyramid=(), taps=pyramid.taps)
-        arguments = dict(arch=plain, out_type='cls_token')
+        arguments = dict(arch=plain, out_type='pyramid')
         state, _ = build_integrated_deit(read_weights(recipe.original), None, **arguments)
     except (OSError, ValueError) as error:
         raise SetupError(str(error)) from error

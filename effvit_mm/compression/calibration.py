@@ -94,6 +94,7 @@ def calibrate_unprojections(
         model: With ``out_type='pyramid'``; gets the fitted un-projections. Both models are used in
             eval mode, and are left in it.
         original: The model before the compression, without static layers and aggregations.
+            Also with ``out_type='pyramid'``, as a classifier's last layer computes one token only.
         images: Batches ``(B, 3, H, W)``, normalised, of the size of the pretraining.
         strength: ``λ`` over the mean of ``E[Y Yᵀ]``'s diagonal.
 

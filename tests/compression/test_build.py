@@ -239,8 +239,8 @@ def test_calibration_finds_the_way_back_to_the_grid(deit):
     images = smooth_images(64)
     state, _ = build_integrated_deit(deit.state_dict(), collect(deit, images), ARCH)
     model = loaded(state, ARCH)
-    state, _ = build_integrated_deit(deit.state_dict(), None, PLAIN, out_type='cls_token')
-    original = loaded(state, PLAIN, out_type='cls_token')
+    state, _ = build_integrated_deit(deit.state_dict(), None, PLAIN)
+    original = loaded(state, PLAIN)
     # before layer 3 nothing is aggregated, so three of four maps have an un-projection
     assert sorted(model.unprojections) == ['1', '2', '3']
     errors = calibrate_unprojections(model, original, images.split(16))

@@ -325,7 +325,10 @@ class IntegratedDeiT(PyramidBackbone):
                 f'patch_size must be 4, 8, 16 or 32 and divide image_size, not {patch} with '
                 f'{a["image_size"]}.'
             )
-        for field, value in (('static_block', ('attention', 'mlp')), ('aggregation', tuple(_KINDS))):
+        for field, value in (
+            ('static_block', ('attention', 'mlp')),
+            ('aggregation', tuple(_KINDS)),
+        ):
             if a[field] not in value:
                 raise ValueError(f'{field} must be one of {", ".join(value)}, not {a[field]!r}.')
         layers = [layer for layer, _ in a['pyramid']]
