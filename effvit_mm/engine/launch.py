@@ -12,6 +12,7 @@ import importlib
 import importlib.metadata
 import os
 import os.path as osp
+import pickle
 import sys
 from collections.abc import Callable, Iterator
 
@@ -113,15 +114,16 @@ def build_runner(cfg: Config) -> Runner:
     return RUNNERS.build(cfg) if 'runner_type' in cfg else Runner.from_cfg(cfg)
 
 
-def build_model(cfg: Config, checkpoint: str, device: str = 'cpu') -> nn.Module:
+def build_model(cfg: Config, checkpoint: str | None, device: str = 'cpu') -> nn.Module:
     """The config's model with the checkpoint's weights, in eval mode; without a Runner.
 
-    The default scope must be the config's.
+    Without a checkpoint the weights are initialised as the config says. The default scope must be
+    the config's.
 
     Raises:
-        SetupError: There is no such checkpoint, or it is of another model.
+        SetupError: There is no such checkpoint, it is damaged, or it is of another model.
     """
-    if '://' not in checkpoint and not osp.isfile(checkpoint):
+    if checkpoint is not None and '://' not in checkpoint and not osp.isfile(checkpoint):
         raise SetupError(f'There is no checkpoint {checkpoint}.')
     model_cfg = copy.deepcopy(cfg.model)
     if (
@@ -129,8 +131,13 @@ def build_model(cfg: Config, checkpoint: str, device: str = 'cpu') -> nn.Module:
     ):  # beside the model, as MMPretrain's configs have it
         model_cfg.setdefault('data_preprocessor', cfg.data_preprocessor)
     model = MODELS.build(model_cfg)
+    if checkpoint is None:
+        model.init_weights()
+        return model.to(device).eval()
     try:
         load_checkpoint(model, checkpoint, map_location='cpu', strict=True)
+    except (pickle.UnpicklingError, EOFError, UnicodeDecodeError) as error:
+        raise SetupError(f'{checkpoint} is not a complete checkpoint file.') from error
     except RuntimeError as error:
         reason = ' '.join(str(error).split())[:200] + ' …'
         raise SetupError(f'{checkpoint} does not fit the config: {reason}') from error
