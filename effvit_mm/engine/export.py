@@ -410,10 +410,9 @@ def compare(run: Run, eager: Run, image: Tensor) -> Difference:
             f'eager {[tuple(e.shape) for e in expected]}; nothing was written.'
         )
     absolute = [(a - e).abs().max().item() for a, e in zip(actual, expected, strict=True)]
-    scale = [e.abs().max().item() for e in expected]
-    relative = [
-        a / s if s else math.inf if a else 0.0 for a, s in zip(absolute, scale, strict=True)
-    ]
+    smallest = torch.finfo(torch.float32).tiny  # of an output that is 0 everywhere
+    scale = [max(e.abs().max().item(), smallest) for e in expected]
+    relative = [a / s for a, s in zip(absolute, scale, strict=True)]
     # max() would lose a NaN that does not come first
     return Difference(shape, float(np.max(absolute)), float(np.max(relative)))
 
