@@ -17,7 +17,7 @@ sys.path.append(osp.dirname(osp.dirname(osp.abspath(__file__))))
 
 from mmengine.config import DictAction
 from mmengine.logging import MMLogger
-from mmengine.registry import init_default_scope
+from mmengine.registry import DefaultScope
 
 from effvit_mm.engine.export import (
     MIN_OPSET,
@@ -30,6 +30,7 @@ from effvit_mm.engine.export import (
     choose_part,
     export,
     require,
+    wake_zeros,
 )
 from effvit_mm.engine.launch import SetupError, build_model, load_config, run_or_explain
 
@@ -41,7 +42,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument('config', help='path of the config')
     parser.add_argument(
-        'checkpoint', nargs='?', help='path or URL of the checkpoint; without it, initial weights'
+        'checkpoint', nargs='?', help='path or URL of the checkpoint; without it, random weights'
     )
     parser.add_argument('--out', required=True, metavar='FILE', help='the file: .onnx or .pt2')
     parser.add_argument(
@@ -114,12 +115,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_opset(args.opset)
     cfg = load_config(args)
     part = choose_part(cfg, args.part)
-    init_default_scope(cfg.default_scope)
     MMLogger.get_current_instance().setLevel('WARNING')  # not how every weight was initialised
-    model = build_model(cfg, args.checkpoint)
+    with DefaultScope.overwrite_default_scope(cfg.default_scope):
+        model = build_model(cfg, args.checkpoint)
     name = osp.splitext(osp.basename(args.config))[0]
     if args.checkpoint is None:
-        print('No checkpoint is given: the weights are initial ones.')
+        wake_zeros(model)
+        print('No checkpoint is given: the weights are random ones.')
     print(f'{part} of {name}, largest difference to PyTorch:')
     print(f'{"batch, image":<22}{"absolute":<14}relative')
     meta = export(
