@@ -121,7 +121,8 @@ def build_model(cfg: Config, checkpoint: str | None, device: str = 'cpu') -> nn.
     the config's.
 
     Raises:
-        SetupError: There is no such checkpoint, it is damaged, or it is of another model.
+        SetupError: There is no such checkpoint, it is damaged, or it is of another model; or the
+            config names weights that are not there.
     """
     if checkpoint is not None and '://' not in checkpoint and not osp.isfile(checkpoint):
         raise SetupError(f'There is no checkpoint {checkpoint}.')
@@ -130,9 +131,13 @@ def build_model(cfg: Config, checkpoint: str | None, device: str = 'cpu') -> nn.
         cfg.get('data_preprocessor') is not None
     ):  # beside the model, as MMPretrain's configs have it
         model_cfg.setdefault('data_preprocessor', cfg.data_preprocessor)
-    model = MODELS.build(model_cfg)
+    try:
+        model = MODELS.build(model_cfg)
+        if checkpoint is None:
+            model.init_weights()
+    except FileNotFoundError as error:  # weights that the config names
+        raise SetupError(str(error)) from error
     if checkpoint is None:
-        model.init_weights()
         return model.to(device).eval()
     try:
         load_checkpoint(model, checkpoint, map_location='cpu', strict=True)

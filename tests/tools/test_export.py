@@ -312,6 +312,15 @@ def test_parts_that_a_config_lacks_are_said(refused, tmp_path, name, part, sente
     assert sentence in refused(CONFIGS / f'{name}.py', '--out', out, '--part', part)
 
 
+def test_weights_that_the_config_names_and_that_are_missing_are_said(refused, lavit, tmp_path):
+    options = [
+        'model.backbone.init_cfg.type=Pretrained',
+        'model.backbone.init_cfg.checkpoint=no.pth',
+    ]
+    args = [lavit[0], *lavit[2:], *options, '--out', tmp_path / 'model.onnx']
+    assert 'There is no checkpoint no.pth' in refused(*args)
+
+
 def test_checkpoints_that_do_not_fit_are_said(refused, lavit, checkpoint, tmp_path):
     damaged, complete = tmp_path / 'damaged.pth', Path(lavit[1]).read_bytes()
     out = ['--out', tmp_path / 'model.onnx']
