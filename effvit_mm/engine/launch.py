@@ -12,6 +12,7 @@ import importlib
 import importlib.metadata
 import os
 import os.path as osp
+import pickle
 import sys
 from collections.abc import Callable, Iterator
 
@@ -113,24 +114,35 @@ def build_runner(cfg: Config) -> Runner:
     return RUNNERS.build(cfg) if 'runner_type' in cfg else Runner.from_cfg(cfg)
 
 
-def build_model(cfg: Config, checkpoint: str, device: str = 'cpu') -> nn.Module:
+def build_model(cfg: Config, checkpoint: str | None, device: str = 'cpu') -> nn.Module:
     """The config's model with the checkpoint's weights, in eval mode; without a Runner.
 
-    The default scope must be the config's.
+    Without a checkpoint the weights are initialised as the config says. The default scope must be
+    the config's.
 
     Raises:
-        SetupError: There is no such checkpoint, or it is of another model.
+        SetupError: There is no such checkpoint, it is damaged, or it is of another model; or the
+            config names weights that are not there.
     """
-    if '://' not in checkpoint and not osp.isfile(checkpoint):
+    if checkpoint is not None and '://' not in checkpoint and not osp.isfile(checkpoint):
         raise SetupError(f'There is no checkpoint {checkpoint}.')
     model_cfg = copy.deepcopy(cfg.model)
     if (
         cfg.get('data_preprocessor') is not None
     ):  # beside the model, as MMPretrain's configs have it
         model_cfg.setdefault('data_preprocessor', cfg.data_preprocessor)
-    model = MODELS.build(model_cfg)
+    try:
+        model = MODELS.build(model_cfg)
+        if checkpoint is None:
+            model.init_weights()
+    except FileNotFoundError as error:  # weights that the config names
+        raise SetupError(str(error)) from error
+    if checkpoint is None:
+        return model.to(device).eval()
     try:
         load_checkpoint(model, checkpoint, map_location='cpu', strict=True)
+    except (pickle.UnpicklingError, EOFError, UnicodeDecodeError) as error:
+        raise SetupError(f'{checkpoint} is not a complete checkpoint file.') from error
     except RuntimeError as error:
         reason = ' '.join(str(error).split())[:200] + ' …'
         raise SetupError(f'{checkpoint} does not fit the config: {reason}') from error
