@@ -395,11 +395,11 @@ def growth_exponents(results: Sequence[dict[str, Any]]) -> dict[str, dict[str, f
         results: Of :func:`compare`, the same models at several sizes.
 
     Returns:
-        For every label the exponents of ``macs``, ``time`` (of a batch) and ``memory`` (counted),
+        For every label the exponents of ``MACs``, ``time`` (of a batch) and ``memory`` (counted),
         1 being linear.
     """
     pixels = [math.prod(result['settings']['size']) for result in results]
-    keys = dict(macs='macs', time='median', memory='counted_memory')
+    keys = dict(MACs='macs', time='median', memory='counted_memory')
     return {
         label: {
             cost: fitted_exponent(pixels, [result['models'][label][key] for result in results])

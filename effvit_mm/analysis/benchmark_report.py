@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Result = dict[str, Any]
 #: of each cost: its name, its key in a model's results, a unit and its size
 COSTS = (
-    ('macs', 'macs', 'GMACs', 1e9),
+    ('MACs', 'macs', 'G', 1e9),
     ('time', 'median', 'ms', 1e-3),
     ('memory', 'counted_memory', 'MiB', MIB),
 )
@@ -192,15 +192,26 @@ def draw_growth(results: Sequence[Result]) -> 'Figure':
             text = f'{label}: {exponents[label][name]:.2f}'
             values = [row[key] / scale for row in rows]
             ax.plot(pixels, values, f'o{line}', color=f'C{i}', label=text, markersize=4)
-        _log_axes(ax, 'pixels', f'{name} ({unit})')
+        _log_axes(ax, 'image (pixels)', f'{name} ({unit})')
+        sizes = [format_size(result['settings']['size']) for result in results]
+        ax.set_xticks(pixels, sizes)
+        ax.minorticks_off()
         ax.legend(fontsize=7, title='exponent', title_fontsize=7)
     figure.suptitle(describe(*(result['settings'] for result in results)), fontsize=9)
     return figure
 
 
 def _log_axes(axes: Any, x: str, y: str) -> None:
+    """Logarithmic axes with plain numbers, and room for labels at the right."""
+    from matplotlib.ticker import LogLocator
+
     axes.set_xscale('log')
     axes.set_yscale('log')
+    axes.margins(x=0.3, y=0.1)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter('{x:g}')
+        axis.set_minor_formatter('')
     axes.set_xlabel(x)
     axes.set_ylabel(y)
-    axes.grid(alpha=0.3, which='both')
+    axes.grid(alpha=0.3)
