@@ -328,10 +328,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         measure(name if args.suite else '', table, args, clock)
         facts = machine(args.device)
         facts['command'] = command_of(argv, name if args.suite else None)
-        block = (
-            f'```bash\n{facts["command"]}\n```\n\n{report.describe_machine(facts)}.\n\n'
-            f'{render(table)}'
-        )
+        parts = [f'```bash\n{facts["command"]}\n```']
+        if table.kind == 'speed':  # formulas do not depend on the machine
+            parts.append(f'{report.describe_machine(facts)}.')
+        block = '\n\n'.join([*parts, render(table)])
         print(f'\n{block}', flush=True)
         if out_dir:
             save(Path(out_dir), name, table, facts, block)

@@ -46,7 +46,8 @@ def describe(settings: dict[str, Any], *others: dict[str, Any]) -> str:
 
 def describe_machine(facts: dict[str, Any]) -> str:
     """One line about the machine and the versions, from :func:`machine`."""
-    where = f'{facts["processor"]}, {facts["cores"]} cores, {facts["threads"]} threads'
+    threads = f'{facts["threads"]} thread{"s" if facts["threads"] > 1 else ""}'
+    where = f'{facts["processor"]}, {threads} on {facts["cores"]} cores'
     if 'gpu' in facts:
         where = f'{facts["gpu"]} (CUDA {facts["cuda"]}), {where}'
     versions = [f'{name} {facts[name]}' for name in ('torch', 'timm', 'mmdet') if name in facts]
