@@ -172,6 +172,7 @@ def make_step(network: Network, settings: Settings) -> Callable[[], None]:
     image = torch.rand(settings.batch_size, 3, *settings.size, device=settings.device)
     run: Callable[[Tensor], Any] = network
     if settings.compile != 'no':
+        _let_dynamo_compile_many()
         run = torch.compile(network, dynamic=settings.compile == 'dynamic')
 
     def forward() -> None:
@@ -192,6 +193,16 @@ def make_step(network: Network, settings: Settings) -> Callable[[], None]:
             torch.cuda.synchronize(settings.device)
 
     return finished
+
+
+def _let_dynamo_compile_many() -> None:
+    """Every compiled model counts as another compilation of :meth:`Network.forward`, of which
+    dynamo keeps 8 by default; those after them would run uncompiled."""
+    from torch._dynamo import config
+
+    config.cache_size_limit = max(config.cache_size_limit, 256)
+    if hasattr(config, 'fail_on_recompile_limit_hit'):  # torch 2.6
+        config.fail_on_recompile_limit_hit = True
 
 
 def _resident(field: str) -> int:
@@ -317,8 +328,8 @@ def compare(
         what :func:`count` returns and
 
         - ``seconds``, ``median``, ``quartiles``: of a batch, in seconds; ``calls`` per round;
-        - ``images_per_second``; ``speed``: its ratio to the reference's, and ``speed_quartiles`` of
-          the ratios within rounds;
+        - ``images_per_second``; ``speed``: the median of its ratios to the reference's, one for
+          each round, and their ``speed_quartiles``;
         - ``latency``: seconds, median and quartiles for one image (inference only);
         - ``peak_memory``: see :func:`peak_memory`; None: not measured.
 
@@ -359,9 +370,8 @@ def compare(
         timing, base = timings[0][label], timings[0][reference]
         row.update(_times(timing), calls=timing.calls)
         row['images_per_second'] = settings.batch_size / timing.median
-        row['speed'] = base.median / timing.median
-        pairs = zip(base.seconds, timing.seconds, strict=True)
-        row['speed_quartiles'] = _quartiles([b / t for b, t in pairs])
+        ratios = [b / t for b, t in zip(base.seconds, timing.seconds, strict=True)]
+        row['speed'], row['speed_quartiles'] = statistics.median(ratios), _quartiles(ratios)
         row['latency'] = None if settings.training else _times(timings[-1][label])
     return dict(
         settings=asdict(settings),
