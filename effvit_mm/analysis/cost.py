@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import singledispatch
+from typing import NamedTuple
 from weakref import ref
 
 import torch
@@ -70,26 +71,61 @@ def partialformer_macs(backbone: PartialFormer, height: int, width: int) -> int:
     return macs
 
 
+class ScoreMacs(NamedTuple):
+    """MACs of one layer's pre-softmax scores in one stage of LaViT, for one image.
+
+    Args:
+        theta: The map over keys, ``N h m^2``.
+        psi: The map over queries, on whole tiles; 0 where there is none.
+        folded: Keys, and ``X (W_q K^T)``, as this package computes what the two replace.
+        plain: Queries, keys and ``Q K^T``, as the paper's formula writes it.
+    """
+
+    theta: int
+    psi: int
+    folded: int
+    plain: int
+
+
+def lavit_score_macs(backbone: LaViT, height: int, width: int) -> list[ScoreMacs]:
+    """What scores cost in each stage of a LaViT, transformed and computed.
+
+    Args:
+        backbone: The LaViT.
+        height: Image height in pixels.
+        width: Image width in pixels.
+    """
+    a, stages = backbone.arch_settings, []
+    m = a['key_grid'] ** 2
+    for i in range(backbone.num_stages):
+        dim, heads, side = a['dims'][i], a['num_heads'][i], a['query_grids'][i]
+        height, width = (-(-length // (2 if i else 4)) for length in (height, width))
+        n = height * width
+        theta = n * heads * m**2
+        psi = 0
+        if side is not None:
+            psi = -(-height // side) * -(-width // side) * side**4 * heads * m
+        folded = 2 * m * dim**2 + n * heads * m * dim
+        stages.append(ScoreMacs(theta, psi, folded, (n + m) * dim**2 + n * m * dim))
+    return stages
+
+
 @analytical_macs.register
 def lavit_macs(backbone: LaViT, height: int, width: int) -> int:
     """LaViT (CVPR 2024): with few keys, query and output weights are applied on the keys' side."""
     a = backbone.arch_settings
     macs, dim_in, heads_in, image = 0, backbone.in_channels, 0, (height, width)
     m = a['key_grid'] ** 2
-    for i in range(backbone.num_stages):
+    for i, scores in enumerate(lavit_score_macs(backbone, height, width)):
         dim, heads, ratio = a['dims'][i], a['num_heads'][i], a['reductions'][i]
-        stride, side = (2 if i else 4), a['query_grids'][i]
+        stride = 2 if i else 4
         height, width = -(-height // stride), -(-width // stride)
         n, cells = height * width, -(-height // ratio) * -(-width // ratio)
 
         reduction = cells * dim**2 * ratio**2 if ratio > 1 else 0
         if image != (4 * 2**i * ratio * a['key_grid'],) * 2:
             reduction += cells * m * dim  # average to the grid of keys
-        projected = 2 * m * dim**2 + n * heads * m * dim  # K W_q and X (W_q K^T), or V W_o and P V
-        theta = n * heads * m**2
-        psi = 0
-        if side is not None:
-            psi = -(-height // side) * -(-width // side) * side**4 * heads * m
+        projected = 2 * m * dim**2 + n * heads * m * dim  # V, V W_o and P (V W_o)
         ffn = 2 * n * dim * int(dim * a['mlp_ratios'][i])
 
         vanilla, depth = a['vanilla_layers'][i], a['depths'][i]
@@ -97,7 +133,7 @@ def lavit_macs(backbone: LaViT, height: int, width: int) -> int:
         if i and a['attention_residual']:
             macs += n * heads_in * m * (9 + heads)
         macs += depth * (reduction + projected + ffn)
-        macs += vanilla * projected + (depth - vanilla) * (theta + psi)
+        macs += vanilla * scores.folded + (depth - vanilla) * (scores.theta + scores.psi)
         dim_in, heads_in = dim, heads
     return macs
 
