@@ -16,11 +16,8 @@ model = dict(
     head=dict(in_channels=64, init_cfg=dict(std=0.1)),
 )
 
-train_dataloader = dict(batch_size=32, dataset=dict(pipeline=_base_.grey_train_pipeline))
-val_dataloader = dict(dataset=dict(pipeline=_base_.grey_pipeline))
-test_dataloader = val_dataloader
-
-epochs = 40
+train_dataloader = dict(batch_size=32, dataset=dict(pipeline=_base_.moved_train_pipeline))
+epochs = 16
 optim_wrapper = dict(optimizer=dict(betas=(0.9, 0.98)))
 param_scheduler = [
     dict(type='LinearLR', start_factor=0.01, by_epoch=True, end=2, convert_to_iter_based=True),

@@ -25,10 +25,10 @@ model = dict(
         neck=dict(type='GlobalAveragePooling'),
         head=dict(type='LinearClsHead', num_classes=10, in_channels=128),
     ),
-    teacher_checkpoint='work_dirs/classifier_swin_digits/epoch_40.pth',
+    teacher_checkpoint='work_dirs/classifier_swin_digits/epoch_16.pth',
 )
 compression = dict(
-    original='work_dirs/classifier_swin_digits/epoch_40.pth',
+    original='work_dirs/classifier_swin_digits/epoch_16.pth',
     statistics='work_dirs/classifier_swin_digits/statistics.safetensors',
 )
 load_from = 'work_dirs/classifier_dgssa_swin_digits/compressed.pth'

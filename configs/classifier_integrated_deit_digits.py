@@ -30,14 +30,12 @@ model = dict(
         ),
         head=dict(type='LinearClsHead', num_classes=10, in_channels=64),
     ),
-    teacher_checkpoint='work_dirs/classifier_deit_digits/epoch_40.pth',
+    teacher_checkpoint='work_dirs/classifier_deit_digits/epoch_16.pth',
 )
 compression = dict(
-    original='work_dirs/classifier_deit_digits/epoch_40.pth',
+    original='work_dirs/classifier_deit_digits/epoch_16.pth',
     statistics='work_dirs/classifier_deit_digits/statistics.safetensors',
 )
 load_from = 'work_dirs/classifier_integrated_deit_digits/compressed.pth'
 
-train_dataloader = dict(dataset=dict(pipeline=_base_.grey_train_pipeline))
-val_dataloader = dict(dataset=dict(pipeline=_base_.grey_pipeline))
-test_dataloader = val_dataloader
+train_dataloader = dict(dataset=dict(pipeline=_base_.moved_train_pipeline))

@@ -11,7 +11,7 @@ from mmengine.registry import MODELS, DefaultScope
 from mmengine.runner import Runner, load_checkpoint
 from torch import Tensor, nn
 
-from ..analysis.throughput import time_interleaved
+from ..analysis.benchmark import time_interleaved
 
 Classifier = Callable[[Tensor], Tensor]
 
@@ -66,7 +66,8 @@ def speed(model: nn.Module, cfg: Config, batch_size: int = 16, rounds: int = 31)
     with DefaultScope.overwrite_default_scope('mmpretrain'):
         first = Runner.build_dataloader(cfg.val_dataloader).dataset[0]['inputs']
     images = torch.rand(batch_size, *first.shape)
-    timings = time_interleaved(
-        dict(student=student_of(model), teacher=lambda x: teacher(x, mode='tensor')), images, rounds
-    )
+    student = student_of(model)
+    steps = dict(student=lambda: student(images), teacher=lambda: teacher(images, mode='tensor'))
+    with torch.inference_mode():
+        timings = time_interleaved(steps, rounds)
     return timings['teacher'].median / timings['student'].median

@@ -234,13 +234,15 @@ class IntegratedDeiT(PyramidBackbone):
         'aggregations',
         'unprojections',
     )
+    # only small's tokens are published; those of tiny and base have its shape and cost 0.54 and
+    # 0.457 of the original (`compression.costs.scale_pyramid`) until statistics choose them
     arch_zoo: ClassVar[dict[str, dict[str, Any]]] = {
         'tiny': dict(
             embed_dims=192,
             depth=12,
             num_heads=3,
             static_layers=(1, 2),
-            pyramid=((3, 127), (5, 77), (7, 35)),
+            pyramid=((3, 175), (5, 105), (7, 47)),
         ),
         'small': dict(
             embed_dims=384,
@@ -254,7 +256,7 @@ class IntegratedDeiT(PyramidBackbone):
             depth=12,
             num_heads=12,
             static_layers=(1, 2),
-            pyramid=((3, 127), (5, 77), (7, 35)),
+            pyramid=((3, 124), (5, 75), (7, 34)),
         ),
     }
     arch_defaults: ClassVar[dict[str, Any]] = dict(
