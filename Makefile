@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # `make help` lists the targets. Variables: VENV (.venv), PYTHON (python3, 3.10 or later),
-# STACK (onedl, or openmmlab for the original releases), DEMO (work_dirs/demo).
+# STACK (onedl, or openmmlab for the original releases), DEMO (work_dirs/demo),
+# WORKERS (pytest's options for several processes).
 
 VENV ?= .venv
 PYTHON ?= python3
 STACK ?= onedl
 DEMO ?= work_dirs/demo
+# test files run in two processes at a time, each with one thread
+WORKERS ?= -n 2 --dist loadfile
 
 SHELL := /bin/bash
 PY := $(VENV)/bin/python
@@ -31,10 +34,10 @@ demo-clean: ## forget the trained demo, so that `make demo` trains again
 	rm -rf $(DEMO)
 
 test: install ## all tests but the slow ones
-	$(PY) -m pytest -m "not slow"
+	$(PY) -m pytest $(WORKERS) -m "not slow"
 
 test-all: install ## all tests
-	$(PY) -m pytest
+	$(PY) -m pytest $(WORKERS)
 
 lint: install ## ruff, check and format
 	$(PY) -m ruff check .

@@ -32,6 +32,7 @@ OPENMMLAB = [
 ]
 TESTS = [
     'pytest>=8',
+    'pytest-xdist>=3.6',
     'hypothesis>=6',
     'onnx>=1.17',
     'onnxruntime>=1.20',

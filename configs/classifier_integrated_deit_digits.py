@@ -14,7 +14,7 @@ model = dict(
             patch_size=8,
             image_size=64,
             static_layers=(1, 2),
-            pyramid=((3, 22), (4, 20), (6, 19)),
+            pyramid=((3, 26), (5, 18), (7, 10)),
         ),
         out_type='cls_token',
     ),

@@ -268,7 +268,7 @@ def test_theta_and_psi_cost_what_matrices_of_their_sizes_cost():
     ('args', 'sentence'),
     [
         (['LaViT'], "'LaViT' names no model"),
-        (['ours:Foo/b0'], "there is no family 'Foo'; there are LaViT"),
+        (['ours:Foo/b0'], "there is no family 'Foo'; there are DGSSASwin"),
         (['ours:LaViT/huge'], "LaViT has no architecture 'huge'; there are 'tiny'"),
         (['ours:LaViT/tiny(x=1)'], "unexpected keyword argument 'x'"),
         (['ours:LaViT/tiny(x=y)'], 'arguments are written as in Python'),

@@ -183,6 +183,38 @@ def ridge_unprojection(xy: Tensor, yy: Tensor, strength: float = 1e-3) -> Tensor
     return torch.linalg.solve(yy + ridge, xy.double().t()).t().to(xy.dtype)
 
 
+def balanced_rotation(energies: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """A random orthogonal ``R (k, k)`` with equal ``(R diag(energies) Rᵀ)_ii``.
+
+    A random one, then plane rotations that each give one more token the mean energy (Bendel and
+    Mickey 1978, who generate correlation matrices so).
+
+    Args:
+        energies: Non-negative ``(k,)``, float64.
+        generator: For the random part.
+    """
+    k, mean = len(energies), energies.mean()
+    noise = torch.randn(k, k, generator=generator, dtype=torch.float64).to(energies.device)
+    rotation, _ = torch.linalg.qr(noise)
+    gram = (rotation * energies) @ rotation.t()
+    for _ in range(k - 1):
+        diagonal = gram.diagonal()
+        low, high = int(diagonal.argmin()), int(diagonal.argmax())
+        if diagonal[high] - diagonal[low] <= 1e-12 * mean:
+            break
+        # the tangent t of the angle at which cos² a + sin² b + 2 sin cos c is the mean
+        a, b, c = gram[low, low] - mean, gram[high, high] - mean, gram[low, high]
+        tangent = ((c.square() - a * b).clamp(min=0).sqrt() - c) / b
+        cosine = 1 / (1 + tangent.square()).sqrt()
+        sine = tangent * cosine
+        plane = torch.stack([cosine, sine, -sine, cosine]).view(2, 2)
+        pair = [low, high]
+        rotation[pair] = plane @ rotation[pair]
+        gram[pair] = plane @ gram[pair]
+        gram[:, pair] = gram[:, pair] @ plane.t()
+    return rotation
+
+
 def linear_start(
     gram: Tensor,
     token_std: float,
@@ -194,8 +226,9 @@ def linear_start(
     """Weights of a :class:`GLAD` with which it starts as a projection that keeps most.
 
     ``W = blockdiag(1, R V)``: the class token passes, the patch tokens go into the span of the
-    ``m - 1`` leading eigenvectors ``V`` of their Gram matrix ``E[X Xᵀ]``, and a random orthogonal
-    matrix ``R`` gives all new tokens the same share. The norm takes a token's scale; its weight
+    ``m - 1`` leading eigenvectors ``V`` of their Gram matrix ``E[X Xᵀ]``, and an orthogonal matrix
+    ``R`` gives all new tokens exactly the same share (:func:`balanced_rotation`): a norm, which
+    makes tokens equally large, then changes little. The norm takes a token's scale; its weight
     gives back the mean one (of the new tokens, which are larger where many were alike). Its bias,
     ``offset`` standard deviations, moves the GELU into its linear part, and ``E = -bias`` undoes
     it.
@@ -214,10 +247,9 @@ def linear_start(
     patches = gram[1:, 1:].double()
     if not 1 < num_out <= len(patches):
         raise ValueError(f'{num_out} tokens cannot be made of {len(gram)}.')
-    _, vectors = torch.linalg.eigh(patches)
+    energies, vectors = torch.linalg.eigh(patches)
     leading = vectors[:, -(num_out - 1) :].t()
-    noise = torch.randn(num_out - 1, num_out - 1, generator=generator, dtype=torch.float64)
-    rotation, _ = torch.linalg.qr(noise)
+    rotation = balanced_rotation(energies[-(num_out - 1) :].clamp(min=0), generator)
     weight = torch.zeros(num_out, len(gram), dtype=torch.float64)
     weight[0, 0] = 1
     weight[1:, 1:] = rotation @ leading

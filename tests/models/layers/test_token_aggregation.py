@@ -10,6 +10,7 @@ from effvit_mm.models.layers.token_aggregation import (
     ConcatAggregation,
     DownsampleAggregation,
     Unprojection,
+    balanced_rotation,
     linear_start,
     mix_tokens,
     ridge_unprojection,
@@ -154,3 +155,11 @@ def test_an_unprojection_copies_its_start():
     start.zero_()
     assert module.weight.abs().sum() > 0
     torch.testing.assert_close(module(noise(2, 4, 3)), mix_tokens(module.weight, noise(2, 4, 3)))
+
+
+def test_a_balanced_rotation_is_orthogonal_and_gives_every_token_the_same_energy():
+    energies = torch.logspace(0, -6, 30, dtype=torch.float64)
+    rotation = balanced_rotation(energies, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(rotation @ rotation.t(), torch.eye(30, dtype=torch.float64))
+    diagonal = ((rotation * energies) @ rotation.t()).diagonal()
+    torch.testing.assert_close(diagonal, energies.mean().expand(30))
