@@ -14,7 +14,7 @@ from timm.layers import DropPath, Mlp, trunc_normal_
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..layers.grid import Tiling, ceil_div
+from ..layers.grid import Tiling, ceil_div, divide
 from ..layers.qkv import QKV
 from ..layers.static_attention import MlpMixing, StaticAttention
 from ..layers.token_aggregation import (
@@ -153,6 +153,16 @@ def _crop(x: Tensor, height: int, width: int) -> Tensor:
     # a slice would ask whether the map is that large
     rows, columns = (torch.arange(side, device=x.device) for side in (height, width))
     return x.index_select(2, rows).index_select(3, columns)
+
+
+def _mean_of_windows(x: Tensor, batch: int) -> Tensor:
+    """Means ``(B, C)`` of what the windows of each image have, ``(B*T, C)``."""
+    if not is_captured():
+        return x.view(batch, -1, x.shape[1]).mean(dim=1)
+    # a view would ask whether there is more than one window
+    windows = x.shape[0] // batch
+    sample, _ = divide(torch.arange(x.shape[0], device=x.device), windows)
+    return x.new_zeros(batch, x.shape[1]).index_add(0, sample, x) / windows
 
 
 class _ToStride(nn.Module):
@@ -527,8 +537,7 @@ class IntegratedDeiT(PyramidBackbone):
                 if i in self.out_indices:
                     features.append(self.feature_map(i, x, tiling, image_size))
         if self.out_type == 'cls_token':
-            cls_token = self.norm(x[:, 0])
-            return (cls_token.view(tiling.batch, -1, x.shape[2]).mean(dim=1),), aggregated
+            return (_mean_of_windows(self.norm(x[:, 0]), tiling.batch),), aggregated
         return tuple(features), aggregated
 
     def feature_map(self, i: int, x: Tensor, tiling: Tiling, image_size: tuple[int, int]) -> Tensor:

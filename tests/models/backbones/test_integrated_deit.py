@@ -200,3 +200,18 @@ def test_the_cost_of_a_classifier_is_what_the_formula_says(fields, size):
 def test_fields_that_do_not_fit_are_named(fields, words):
     with pytest.raises(ValueError, match=words):
         IntegratedDeiT({**ARCH, **fields})
+
+
+@torch.no_grad()
+def test_a_classifier_s_export_and_trace_serve_one_window_and_many():
+    torch.manual_seed(0)
+    model = IntegratedDeiT(ARCH, out_type='cls_token').eval()
+    dim = torch.export.Dim
+    shape = {0: dim('batch', min=1), 2: dim('height', min=33), 3: dim('width', min=33)}
+    x = torch.randn(2, 3, 96, 128)
+    program = torch.export.export(model, (x,), dynamic_shapes=(shape,)).module()
+    trace = torch.jit.trace(model, x, check_trace=False)
+    for size in [(1, 64, 64), (3, 101, 157), (1, 33, 40), (2, 128, 128)]:
+        x = torch.randn(size[0], 3, *size[1:])
+        for run in (program, trace):
+            torch.testing.assert_close(run(x)[0], model(x)[0], rtol=0, atol=1e-5)
