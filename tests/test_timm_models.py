@@ -132,13 +132,7 @@ def test_optimizers_spare_what_decay_would_harm_and_decay_rates_by_layer(name):
         kept = any(key in parameter_name for key in model.backbone.no_decay_keys) or p.ndim < 2
         assert (id(p) not in decayed) == kept, parameter_name
     groups = param_groups_layer_decay(model, layer_decay=0.5, no_weight_decay_list=())
-    scale = (
-        {name: g['lr_scale'] for g in groups for name in g['param_names']}
-        if ('param_names' in groups[0])
-        else None
-    )
     scales = {id(p): g['lr_scale'] for g in groups for p in g['params']}
-    assert scale is None or scale
     stem = next(p for n, p in model.named_parameters() if 'patch_embed.proj.weight' in n)
     assert scales[id(stem)] == min(scales.values())
     assert scales[id(model.head.weight)] == max(scales.values()) == 1.0
