@@ -98,7 +98,9 @@ def out(tmp_path):
     return tmp_path / 'stats.safetensors'
 
 
-def assert_equal(found, expected, rtol=1e-9, atol=1e-12):
+def assert_equal(found, expected, rtol=1e-6, atol=1e-9):
+    """Sums are exact to 1e-12, but the model's float32 attention is rounded by the batch that an
+    image is in; an image more or less would change a mean by a percent."""
     assert found.keys() == expected.keys()
     for name, value in found.items():
         looser = dict(rtol=1e-5, atol=1e-7) if value.dtype == torch.float32 else {}
