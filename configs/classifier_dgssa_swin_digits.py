@@ -1,18 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # The Swin of classifier_swin_digits.py with static attention in half of its layers.
-_base_ = ['./_base_/classifier_distilled_digits.py', './_base_/digits_augmented.py']
+_base_ = [
+    './_base_/classifier_distilled_digits.py',
+    './_base_/digits_augmented.py',
+    './_base_/dgssa_swin_digits.py',
+]
 
 model = dict(
-    backbone=dict(
-        type='DGSSASwin',
-        arch=dict(
-            embed_dims=16,
-            depths=(2, 2, 4, 2),
-            num_heads=(1, 2, 4, 8),
-            window_size=3,
-            static_layers=(1, 2, 3, 4, 5),
-        ),
-    ),
+    backbone=_base_.dgssa_swin_digits,
     head=dict(in_channels=128),
     teacher=dict(
         type='ImageClassifier',

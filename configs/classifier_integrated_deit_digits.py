@@ -1,23 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # The DeiT of classifier_deit_digits.py compressed: docs/compression.md says how the pyramid was
 # found and how the checkpoint is built.
-_base_ = ['./_base_/classifier_distilled_digits.py', './_base_/digits_augmented.py']
+_base_ = [
+    './_base_/classifier_distilled_digits.py',
+    './_base_/digits_augmented.py',
+    './_base_/integrated_deit_digits.py',
+]
 
 model = dict(
-    backbone=dict(
-        _delete_=True,
-        type='IntegratedDeiT',
-        arch=dict(
-            embed_dims=64,
-            depth=8,
-            num_heads=4,
-            patch_size=8,
-            image_size=64,
-            static_layers=(1, 2),
-            pyramid=((3, 26), (5, 18), (7, 10)),
-        ),
-        out_type='cls_token',
-    ),
+    backbone=dict(_delete_=True, **_base_.integrated_deit_digits, out_type='cls_token'),
     neck=None,
     head=dict(in_channels=64),
     teacher=dict(

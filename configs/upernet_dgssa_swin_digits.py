@@ -1,17 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-_base_ = ['./_base_/upernet_digits.py']
+_base_ = ['./_base_/upernet_digits.py', './_base_/dgssa_swin_digits.py']
 
 model = dict(
-    backbone=dict(
-        type='DGSSASwin',
-        arch=dict(
-            embed_dims=16,
-            depths=(2, 2, 4, 2),
-            num_heads=(1, 2, 4, 8),
-            window_size=3,
-            static_layers=(1, 2, 3, 4, 5),
-        ),
-    ),
+    backbone=_base_.dgssa_swin_digits,
     decode_head=dict(in_channels=[16, 32, 64, 128]),
     auxiliary_head=dict(in_channels=64),
 )

@@ -3,6 +3,8 @@
 
 import subprocess
 import sys
+from copy import deepcopy
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,13 +34,18 @@ OURS = [name for name in CONFIGS if name not in ORIGINALS]
 DIGITS = [name for name in CONFIGS if name.endswith('_digits')]
 
 
+@cache
+def parsed(name):
+    return Config.fromfile(ROOT / 'configs' / f'{name}.py')
+
+
 def load(name):
     """A config, its framework imported; skipped where that is not installed."""
     scope = next(scope for head, scope in SCOPES.items() if name.startswith(head))
     if find_spec(scope) is None:
         pytest.skip(f'{FRAMEWORKS[scope]} is not installed')
     import_framework(scope)
-    cfg = Config.fromfile(ROOT / 'configs' / f'{name}.py')
+    cfg = deepcopy(parsed(name))
     if 'teacher' in cfg.model:
         import_modules_from_strings(**cfg.custom_imports)
         # what compressing and training them would have written
@@ -49,7 +56,15 @@ def load(name):
     return cfg
 
 
-@pytest.fixture(scope='module', params=OURS)
+def large(name):
+    """Whether building and running the model takes more than a second or two."""
+    return not name.startswith('classifier') and name.endswith(('_base', '_b3', '_b4'))
+
+
+@pytest.fixture(
+    scope='module',
+    params=[pytest.param(n, marks=pytest.mark.slow if large(n) else ()) for n in OURS],
+)
 def built(request):
     """A config and its model in the config's scope."""
     cfg = load(request.param)
@@ -67,27 +82,19 @@ def preprocessor_beside_the_model(cfg):
 
 
 def test_there_is_a_config_for_each_task_and_size_and_one_on_the_digits():
-    expected = {
-        f'{head}_partialformer_{size}'
-        for head in ('classifier', 'mask_rcnn', 'semantic_fpn')
-        for size in ('b0', 'b1', 'b2', 'b3', 'b4', 'b0_digits')
-    }
-    lavit = dict(
-        classifier=('tiny', 'small', 'base'),
-        mask_rcnn=('tiny', 'small'),
-        retinanet=('tiny', 'small'),
-        semantic_fpn=('small',),
-        upernet=('small',),
+    sizes = dict(
+        partialformer=('b0', 'b1', 'b2', 'b3', 'b4', 'b0_digits'),
+        lavit=('tiny', 'small', 'base', 'digits'),
+        integrated_deit=('tiny', 'small', 'base', 'digits'),
+        dgssa_swin=('tiny', 'small', 'base', 'digits'),
     )
-    for head, sizes in lavit.items():
-        expected |= {f'{head}_lavit_{size}' for size in (*sizes, 'digits')}
-    expected |= {
+    expected = {
         f'{head}_{family}_{size}'
-        for head in ('classifier', 'mask_rcnn', 'upernet')
-        for family in ('integrated_deit', 'dgssa_swin')
-        for size in ('tiny', 'small', 'base', 'digits')
+        for head in SCOPES
+        for family, names in sizes.items()
+        for size in names
     }
-    assert expected <= set(CONFIGS)
+    assert expected == set(OURS)
 
 
 @pytest.mark.parametrize('name', [name for name in CONFIGS if 'lavit' in name])

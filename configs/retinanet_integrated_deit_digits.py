@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+_base_ = ['./_base_/retinanet_digits.py', './_base_/integrated_deit_digits.py']
+
+model = dict(
+    backbone=_base_.integrated_deit_digits,
+    neck=dict(in_channels=[64, 64, 64]),
+)

@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+_base_ = ['./_base_/retinanet_coco.py']
+
+model = dict(
+    backbone=dict(type='IntegratedDeiT', arch='small'),
+    neck=dict(in_channels=[384, 384, 384]),
+)

@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+_base_ = ['./_base_/retinanet_coco.py', './_base_/lavit.py']
+
+model = dict(
+    backbone=dict(type='LaViT', arch='base', drop_path_rate=0.2),
+    neck=dict(in_channels=[128, 320, 512]),
+)

@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+_base_ = ['./_base_/retinanet_coco.py']
+
+model = dict(
+    backbone=dict(type='PartialFormer', arch='b4', drop_path_rate=0.3),
+    neck=dict(in_channels=[192, 384, 768]),
+)

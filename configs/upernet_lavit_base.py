@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+_base_ = ['./_base_/upernet_ade20k.py', './_base_/lavit.py']
+
+model = dict(
+    backbone=dict(type='LaViT', arch='base', drop_path_rate=0.2),
+    decode_head=dict(in_channels=[64, 128, 320, 512]),
+    auxiliary_head=dict(in_channels=320),
+)
