@@ -11,6 +11,8 @@ A study is a Python file with
   measures  name -> 'module:function', called with the trained model and its config (may be left
             out); returns a number
 
+Names that begin with an underscore are the study's own.
+
 Every run trains in a process of its own, with a folder of its own under the work dir. Runs that
 are finished are not repeated, so an interrupted study goes on where it stopped. At the end,
 results.json and results.md lie in the work dir.
@@ -73,6 +75,7 @@ def load_study(path: str) -> dict[str, Any]:
     if not osp.isfile(path):
         raise SetupError(f'There is no study {path}.')
     study = Config.fromfile(path).to_dict()
+    study = {field: value for field, value in study.items() if not field.startswith('_')}
     unknown = [field for field in study if field not in FIELDS]
     if unknown:
         raise SetupError(f'{path}: there is no field {unknown[0]!r}; there are {FIELDS}.')

@@ -13,6 +13,7 @@ custom_imports = dict(
 model = dict(
     type='DistilledImageClassifier',
     teacher=dict(type='TimmClassifier', pretrained=True),
+    token_loss=dict(type='TokenDistillationLoss', loss_weight=1.0),
 )
 
 param_scheduler = [

@@ -5,7 +5,8 @@
 config = 'configs/classifier_dgssa_swin_digits.py'
 metric = 'accuracy/top1'
 seeds = (0, 1, 2)
-options = {}
+# five epochs of the config's eight
+options = {'train_cfg.max_epochs': 5, 'param_scheduler.1.end': 5}
 variants = {
     name: {**changes, 'load_from': f'work_dirs/starts/dgssa_swin_digits/{i}.pth'}
     for i, (name, changes) in enumerate(

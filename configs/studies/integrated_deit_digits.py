@@ -4,7 +4,8 @@
 config = 'configs/classifier_integrated_deit_digits.py'
 metric = 'accuracy/top1'
 seeds = (0, 1, 2)
-options = {}
+# five epochs of the config's eight
+options = {'train_cfg.max_epochs': 5, 'param_scheduler.1.end': 5}
 variants = {
     name: {**changes, 'load_from': f'work_dirs/starts/integrated_deit_digits/{i}.pth'}
     for i, (name, changes) in enumerate(
@@ -40,6 +41,7 @@ variants = {
             'GLAD without E': {'model.backbone.arch.glad_pos_embed': False},
             # training
             'no token distillation': {'model.token_loss': None},
+            'token distillation, weight 1': {'model.token_loss.loss_weight': 1.0},
             'no distillation, labels': {
                 'model.token_loss': None,
                 'model.distillation_weight': 0.0,

@@ -221,7 +221,8 @@ def counted_macs(model: nn.Module, height: int, width: int, in_channels: int = 3
         width: Image width in pixels.
         in_channels: Image channels.
     """
-    model = copy.deepcopy(model).eval().requires_grad_(False)
+    model = copy.deepcopy(model).requires_grad_(False)
+    model.eval()  # some frameworks' models return nothing from it
     counter = FlopCounterMode(display=False)
     with FakeTensorMode(allow_non_fake_inputs=True), _unfused_attention(), counter:
         model(torch.zeros(1, in_channels, height, width))
@@ -271,7 +272,8 @@ def peak_memory(
         training: Forward and backward pass, instead of inference.
         in_channels: Image channels.
     """
-    model = copy.deepcopy(model).train(training).requires_grad_(training)
+    model = copy.deepcopy(model).requires_grad_(training)
+    model.train(training)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         image = torch.zeros(1, in_channels, height, width)
         fake_model = {k: fake.from_tensor(v) for k, v in model.state_dict(keep_vars=True).items()}
