@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the pages say can be followed: links lead somewhere, and Python in them is Python."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([ROOT / 'README.md', *(ROOT / 'docs').glob('*.md'), *ROOT.glob('examples/**/*.md')])
+
+
+@pytest.fixture(params=PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def page(request):
+    return request.param
+
+
+def test_relative_links_lead_to_files(page):
+    text = re.sub(r'```.*?```', '', page.read_text(), flags=re.DOTALL)
+    for target in re.findall(r'\]\(([^)\s]+)\)', text):
+        if '://' not in target and not target.startswith('#'):
+            path, _, anchor = target.partition('#')
+            assert (page.parent / path).exists(), f'{page.name} links to {target}'
+            if anchor:
+                headings = re.findall(r'^#+ (.*)$', (page.parent / path).read_text(), re.MULTILINE)
+                names = [re.sub(r'[^\w -]', '', h).lower().replace(' ', '-') for h in headings]
+                assert anchor in names, f'{page.name} links to {target}'
+
+
+def test_python_in_the_pages_is_python(page):
+    for block in re.findall(r'```python\n(.*?)```', page.read_text(), flags=re.DOTALL):
+        ast.parse(block)
+
+
+def test_paths_of_ours_in_commands_exist(page):
+    names = re.findall(
+        r'(?:python |^)((?:tools|configs)/[\w/]+\.(?:py|sh))', page.read_text(), re.M
+    )
+    for name in names:
+        assert (ROOT / name).is_file(), f'{page.name} names {name}'
+
+
+def test_the_cost_of_an_architecture_is_computed_as_the_page_on_extending_says(capsys):
+    text = (ROOT / 'docs' / 'extending.md').read_text()
+    block = next(b for b in re.findall(r'```python\n(.*?)```', text, re.DOTALL) if 'macs' in b)
+    exec(block, {})
+    gmacs, exponent = map(float, capsys.readouterr().out.split())
+    assert 41 < gmacs < 60 and 1 < exponent < 1.15
