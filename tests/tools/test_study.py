@@ -102,5 +102,7 @@ def test_the_studies_name_configs_and_settings_that_exist(path):
             *parents, last = key.split('.')
             part = cfg
             for name in parents:
+                if isinstance(part, list):
+                    part = dict(zip(map(str, range(len(part))), part, strict=True))
                 assert name in part, key
                 part = part[name]
