@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # `make help` lists the targets. Variables: VENV (.venv), PYTHON (python3, 3.10 or later),
-# STACK (onedl, or openmmlab for the original releases), DEMO (work_dirs/demo),
+# STACK (onedl, or openmmlab for the original releases, which want Python 3.10: PYTHON310),
+# DEMO (work_dirs/demo),
 # WORKERS (pytest's options for several processes).
 
 VENV ?= .venv
 PYTHON ?= python3
 STACK ?= onedl
+PYTHON310 ?= python3.10
 DEMO ?= work_dirs/demo
 # test files run in two processes at a time, each with one thread
 WORKERS ?= -n 2 --dist loadfile
@@ -19,10 +21,10 @@ HEADLESS = $(shell grep -h '^opencv-python-headless==' requirements/$(STACK).txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-clean test test-all lint install venv clean
+.PHONY: help demo demo-clean test test-all test-openmmlab lint install venv clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' Makefile
 
 demo: $(DEMO)/.trained ## train a PartialFormer Mask R-CNN on handwritten digits, AP and pictures
 	$(PY) tools/visualize.py predictions $(CONFIG) $(TRAINED) --num 8 --score-threshold 0.5 --out-dir $(DEMO)/pictures
@@ -38,6 +40,9 @@ test: install ## all tests but the slow ones
 
 test-all: install ## all tests
 	$(PY) -m pytest $(WORKERS)
+
+test-openmmlab: ## `make test` with the original OpenMMLab releases, in .venv-openmmlab (Python 3.10)
+	$(MAKE) test STACK=openmmlab VENV=.venv-openmmlab PYTHON=$(PYTHON310)
 
 lint: install ## ruff, check and format
 	$(PY) -m ruff check .
