@@ -32,7 +32,13 @@ from effvit_mm.engine.export import (
     require,
     wake_zeros,
 )
-from effvit_mm.engine.launch import SetupError, build_model, load_config, run_or_explain
+from effvit_mm.engine.launch import (
+    SetupError,
+    build_model,
+    drop_teacher,
+    load_config,
+    run_or_explain,
+)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -114,6 +120,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         require('onnx', 'onnxruntime')
         check_opset(args.opset)
     cfg = load_config(args)
+    drop_teacher(cfg)
     part = choose_part(cfg, args.part)
     MMLogger.get_current_instance().setLevel('WARNING')  # not how every weight was initialised
     with DefaultScope.overwrite_default_scope(cfg.default_scope):

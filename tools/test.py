@@ -16,6 +16,7 @@ from effvit_mm.engine.launch import (
     add_common_arguments,
     build_runner,
     check_data,
+    drop_teacher,
     load_config,
     parse_args,
     run_or_explain,
@@ -57,6 +58,7 @@ def main() -> None:
     if '://' not in args.checkpoint and not osp.isfile(args.checkpoint):
         raise SetupError(f'There is no checkpoint {args.checkpoint}.')
     cfg = load_config(args)
+    drop_teacher(cfg)
     check_data(cfg, 'test')
     cfg.load_from = args.checkpoint
     if args.show_dir:

@@ -149,6 +149,13 @@ def build_model(cfg: Config, checkpoint: str | None, device: str = 'cpu') -> nn.
     return model.to(device).eval()
 
 
+def drop_teacher(cfg: Config) -> None:
+    """Let a distilled model be built without its teacher, which predictions do not need and whose
+    weights may not be there."""
+    if cfg.model.get('teacher') is not None:
+        cfg.model.update(teacher=None, teacher_checkpoint=None)
+
+
 def import_framework(scope: str | None) -> None:
     """Import the framework of a scope and register its modules.
 

@@ -11,9 +11,15 @@ import torch
 from mmengine.config import Config
 from mmengine.logging import MMLogger
 from mmengine.registry import DefaultScope
+from mmengine.utils import import_modules_from_strings
 
 from effvit_mm.engine import export as core
-from effvit_mm.engine.launch import build_model, import_framework, run_or_explain
+from effvit_mm.engine.launch import (
+    build_model,
+    drop_teacher,
+    import_framework,
+    run_or_explain,
+)
 
 CONFIGS = Path(__file__).resolve().parents[2] / 'configs'
 MAPS = ['stride4', 'stride8', 'stride16', 'stride32']
@@ -64,6 +70,9 @@ def config(name):
     pytest.importorskip(cfg.default_scope)
     pytest.importorskip('onnxruntime')
     import_framework(cfg.default_scope)
+    if 'teacher' in cfg.model:
+        import_modules_from_strings(**cfg.custom_imports)
+        drop_teacher(cfg)
     return cfg
 
 
@@ -113,6 +122,10 @@ def largest_difference(actual, expected):
         (PARTIALFORMER, [], ['logits']),
         ('mask_rcnn_lavit_digits', [], MAPS),
         ('semantic_fpn_partialformer_b0_digits', ['--opset', '18'], MAPS),
+        ('classifier_integrated_deit_digits', [], ['logits']),
+        pytest.param('classifier_dgssa_swin_digits', [], ['logits'], marks=pytest.mark.slow),
+        pytest.param('mask_rcnn_integrated_deit_digits', [], MAPS, marks=pytest.mark.slow),
+        pytest.param('upernet_dgssa_swin_digits', [], MAPS, marks=pytest.mark.slow),
         pytest.param(LAVIT, ['--part', 'backbone'], ['stride32'], marks=pytest.mark.slow),
         pytest.param('upernet_lavit_digits', [], MAPS, marks=pytest.mark.slow),
         pytest.param('retinanet_lavit_digits', [], ['stride8', 'stride16'], marks=pytest.mark.slow),

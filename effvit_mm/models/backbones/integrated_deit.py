@@ -159,10 +159,11 @@ def _mean_of_windows(x: Tensor, batch: int) -> Tensor:
     """Means ``(B, C)`` of what the windows of each image have, ``(B*T, C)``."""
     if not is_captured():
         return x.view(batch, -1, x.shape[1]).mean(dim=1)
-    # a view would ask whether there is more than one window
+    # a view would ask whether there is more than one window, and ONNX's scatter keeps one of them
     windows = x.shape[0] // batch
     sample, _ = divide(torch.arange(x.shape[0], device=x.device), windows)
-    return x.new_zeros(batch, x.shape[1]).index_add(0, sample, x) / windows
+    own = sample == torch.arange(batch, device=x.device)[:, None]
+    return own.to(x.dtype) @ x / windows
 
 
 class _ToStride(nn.Module):

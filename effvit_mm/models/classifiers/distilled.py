@@ -46,7 +46,7 @@ class DistilledImageClassifier(ImageClassifier):
         teacher: Config of any classifier of MMPretrain; ``dict(type='TimmClassifier',
             model_name='deit_small_patch16_224', pretrained=True)`` for one of timm. If it has a
             ``data_preprocessor`` with another mean or standard deviation than the student's, the
-            images are converted.
+            images are converted. None: for predictions only, which need no teacher.
         teacher_checkpoint: Path or URL of the teacher's weights; None: as the config builds it.
         temperature: Temperature of both predictions.
         distillation_weight: Weight of ``loss_distillation``.
@@ -60,7 +60,7 @@ class DistilledImageClassifier(ImageClassifier):
     def __init__(
         self,
         *args: Any,
-        teacher: dict,
+        teacher: dict | None,
         teacher_checkpoint: str | None = None,
         temperature: float = 1.0,
         distillation_weight: float = 1.0,
@@ -76,11 +76,13 @@ class DistilledImageClassifier(ImageClassifier):
         self.temperature = temperature
         self.distillation_weight = distillation_weight
         self.hard_weight = hard_weight
-        model = build_mmpretrain(dict(teacher))
-        if teacher_checkpoint is not None:
-            _load_teacher(model, teacher_checkpoint)
-        self._teacher = _Held(model.requires_grad_(False).eval())
-        self._from_student, self._to_teacher = self._conversion()
+        self._teacher = None
+        if teacher is not None:
+            model = build_mmpretrain(dict(teacher))
+            if teacher_checkpoint is not None:
+                _load_teacher(model, teacher_checkpoint)
+            self._teacher = _Held(model.requires_grad_(False).eval())
+            self._from_student, self._to_teacher = self._conversion()
 
         glads = {
             layer: module
@@ -90,13 +92,14 @@ class DistilledImageClassifier(ImageClassifier):
         self.token_loss = None
         if token_loss is not None and glads:
             self.token_loss = MODELS.build(dict(token_loss))
-            self.teacher_blocks()  # a teacher without them is refused now
+            if teacher is not None:
+                self.teacher_blocks()  # a teacher without them is refused now
             self._build_teacher_glads(glads)
 
     @property
-    def teacher(self) -> nn.Module:
-        """The teacher."""
-        return self._teacher.module
+    def teacher(self) -> nn.Module | None:
+        """The teacher, if there is one."""
+        return self._teacher and self._teacher.module
 
     def teacher_blocks(self) -> nn.ModuleList:
         """The teacher's transformer blocks.
@@ -179,6 +182,10 @@ class DistilledImageClassifier(ImageClassifier):
             inputs: Images ``(B, 3, H, W)`` after preprocessing and batch augmentation.
             data_samples: Their annotations; only ``hard_weight`` makes use of them.
         """
+        if self.teacher is None:
+            raise ValueError(
+                'DistilledImageClassifier was built without a teacher: it only predicts.'
+            )
         if self.teacher.training:
             self.teacher.eval()
         target, tokens = self.teach(inputs)
@@ -229,11 +236,13 @@ class DistilledImageClassifier(ImageClassifier):
     def train(self, mode: bool = True) -> 'DistilledImageClassifier':
         """Set the mode of the student; the teacher stays in eval."""
         super().train(mode)
-        self.teacher.eval()
+        if self.teacher is not None:
+            self.teacher.eval()
         return self
 
     def _apply(self, fn: Callable, *args: Any, **kwargs: Any) -> nn.Module:
-        self.teacher._apply(fn, *args, **kwargs)
+        if self.teacher is not None:
+            self.teacher._apply(fn, *args, **kwargs)
         return super()._apply(fn, *args, **kwargs)
 
 

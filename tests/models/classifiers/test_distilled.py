@@ -244,6 +244,19 @@ def test_a_teacher_of_timm_and_other_normalisations():
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_without_a_teacher_it_predicts_the_same_and_does_not_train():
+    model = build().eval()
+    with DefaultScope.overwrite_default_scope('mmpretrain'):
+        alone = MODELS.build(config(teacher=None))
+    alone.load_state_dict(model.state_dict())  # strict: the GLADs of the teacher's side as well
+    images, samples = batch()
+    with torch.no_grad():
+        torch.testing.assert_close(alone.eval()(images), model(images), rtol=0, atol=0)
+    alone.train().double()
+    with pytest.raises(ValueError, match='without a teacher: it only predicts'):
+        alone.loss(images.double(), samples)
+
+
 @pytest.mark.parametrize(
     ('changes', 'words'),
     [
