@@ -9,11 +9,13 @@ Weights are named as in a classifier of MMPretrain, ``backbone.…`` and ``head.
 understood), so checkpoints of either load in the other. None have been published.
 """
 
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from mmengine.logging import print_log
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
@@ -60,6 +62,7 @@ class TimmModel(nn.Module):
         **kwargs: Any,
     ) -> None:
         super().__init__()
+        _check_pool(global_pool)
         cls, defaults = FAMILIES[family]
         kwargs = {**defaults, **kwargs}
         self.by_token = cls is IntegratedDeiT and maps is None
@@ -77,9 +80,11 @@ class TimmModel(nn.Module):
             for i in range(NUM_STAGES - 1):
                 self.backbone.add_module(f'norm{i}', nn.Identity())
         channels = cls(arch, **defaults).out_channels if maps is not None else self._channels()
+        taps = getattr(self.backbone, 'taps', None)
+        modules = [f'blocks.{tap}' for tap in taps] if taps else [f'stages.{i}' for i in range(4)]
         self.feature_info = [
-            dict(num_chs=dim, reduction=stride, module=f'stages.{i}')
-            for i, (dim, stride) in enumerate(zip(channels, STRIDES, strict=True))
+            dict(num_chs=dim, reduction=stride, module=f'backbone.{module}')
+            for dim, stride, module in zip(channels, STRIDES, modules, strict=True)
         ]
         self.in_chans, self.num_classes, self.global_pool = in_chans, num_classes, global_pool
         self.num_features = self.head_hidden_size = self.backbone.out_channels[-1]
@@ -143,11 +148,10 @@ class TimmModel(nn.Module):
         """Another number of classes; 0: pooled features."""
         self.num_classes = num_classes
         if global_pool is not None:
-            if global_pool not in ('avg', ''):
-                raise ValueError(f"global_pool must be 'avg' or '', not {global_pool!r}.")
+            _check_pool(global_pool)
             self.global_pool = global_pool
-        device = next(self.parameters()).device
-        self.head = self._make_head(num_classes).to(device).train(self.training)
+        like = next(self.backbone.parameters())
+        self.head = self._make_head(num_classes).to(like).train(self.training)
 
     @contextmanager
     def _stages(self, indices: Sequence[int]) -> Iterator[None]:
@@ -190,7 +194,10 @@ class TimmModel(nn.Module):
         wanted = taken if intermediates_only or last in taken else [*taken, last]
         unbuilt = [i for i in wanted if not hasattr(self.backbone, f'norm{i}')]
         if unbuilt:
-            raise ValueError(f'Stages {unbuilt} were not built: out_indices names others.')
+            raise ValueError(
+                f'Stages {unbuilt} are not there: they were not built, or pruned; '
+                'intermediates_only=True does without the last.'
+            )
         with self._stages(wanted):
             maps = dict(zip(wanted, self.backbone(x), strict=True))
         intermediates = [maps[i] for i in taken]
@@ -199,8 +206,23 @@ class TimmModel(nn.Module):
     def prune_intermediate_layers(
         self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Drop the head; with ``features_only`` no other stages were built."""
-        taken, _ = feature_take_indices(NUM_STAGES, indices)
+        """Drop the head, and the stages after those that ``indices`` name.
+
+        Args:
+            indices: As of :meth:`forward_intermediates`, which takes ``intermediates_only=True``
+                afterwards if the last stage is gone.
+            prune_norm: No effect: the last map's norm goes with its stage.
+            prune_head: Whether the head goes.
+
+        Returns:
+            The stages that ``indices`` name.
+        """
+        taken, last = feature_take_indices(NUM_STAGES, indices)
+        if not isinstance(self.backbone, IntegratedDeiT):  # whose stages are taps of one stack
+            del self.backbone.stages[last + 1 :]
+            for i in range(last + 1, NUM_STAGES):
+                if hasattr(self.backbone, f'norm{i}'):
+                    delattr(self.backbone, f'norm{i}')
         if prune_head:
             self.reset_classifier(0, '')
         return taken
@@ -222,6 +244,36 @@ class TimmModel(nn.Module):
         return self.forward_head(self.forward_features(x))
 
 
+def _check_pool(global_pool: str) -> None:
+    if global_pool not in ('avg', ''):
+        raise ValueError(f"global_pool must be 'avg' or '', not {global_pool!r}.")
+
+
+def _from_classifier(module: nn.Module, state: dict[str, Tensor], prefix: str, *args: Any) -> None:
+    """Let ``features_only`` models load a classifier as detectors do: without its head and later
+    stages; what a classifier lacks, such as norms of the maps, stays as it is, which is said."""
+    if any(key.startswith(f'{prefix}model.') for key in state):
+        return
+    backbone, own = module.model.backbone, module.state_dict()
+    for key in [key for key in state if key.startswith(prefix)]:
+        name, value = f'model.{key.removeprefix(prefix)}', state.pop(key)
+        inner = name.removeprefix('model.backbone.')
+        if name in own or (inner != name and backbone._is_surplus(inner)):
+            state[prefix + name] = value
+    lacking = [
+        key
+        for key in own
+        if prefix + key not in state
+        and re.match(backbone.may_lack, key.removeprefix('model.backbone.'))
+    ]
+    if lacking:
+        print_log(
+            f'{type(backbone).__name__}: left at their initialisation: {", ".join(lacking)}',
+            logger='current',
+        )
+    state.update({prefix + key: own[key] for key in lacking})
+
+
 def _rename_head(module: nn.Module, state: dict[str, Tensor], prefix: str, *args: Any) -> None:
     """MMPretrain's name of the head."""
     for key in [key for key in state if key.startswith(f'{prefix}head.fc.')]:
@@ -241,9 +293,12 @@ def _create(family: str, arch: str, variant: str, pretrained: bool, **kwargs: An
         feature_cfg = dict(out_indices=sorted(set(maps)), feature_cls='getter')
     # timm's size of the images, which these models do not need to know
     kwargs.pop('img_size', None)
-    return build_model_with_cfg(
+    model = build_model_with_cfg(
         TimmModel, variant, False, feature_cfg=feature_cfg, family=family, arch=arch, **kwargs
     )
+    if feature_cfg:
+        model.register_load_state_dict_pre_hook(_from_classifier)
+    return model
 
 
 def _register() -> dict[str, Any]:

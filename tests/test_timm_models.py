@@ -5,8 +5,7 @@ import pytest
 import timm
 import torch
 from timm.data import resolve_model_data_config
-from timm.optim import create_optimizer_v2
-from timm.optim._param_groups import param_groups_layer_decay
+from timm.optim import create_optimizer_v2, param_groups_layer_decay
 from timm.utils import ModelEmaV3
 from torch import nn
 
@@ -121,6 +120,61 @@ def test_a_checkpoint_of_mmpretrain_loads_with_timm_s_checkpoint_path(name, tmp_
     loaded = create(name, num_classes=4, checkpoint_path=str(tmp_path / 'classifier.pth'))
     for key, value in loaded.state_dict().items():
         assert torch.equal(value, model.state_dict()[key] + 0.01)
+
+
+@pytest.mark.parametrize('indices', [(0, 1, 2, 3), (1, 3), (2,)])
+@small
+@torch.no_grad()
+def test_maps_load_from_a_classifier(name, indices, tmp_path):
+    classifier = create(name, num_classes=4)
+    state = {key: value + 0.01 for key, value in classifier.state_dict().items()}
+    classifier.load_state_dict(state)
+    torch.save(state, tmp_path / 'c.pth')
+    kwargs = dict(features_only=True, out_indices=indices)
+    maps = create(name, checkpoint_path=str(tmp_path / 'c.pth'), **kwargs)
+    blocks = {key: value for key, value in state.items() if 'blocks.' in key}
+    loaded = {key.removeprefix('model.'): value for key, value in maps.state_dict().items()}
+    assert any(key in loaded for key in blocks)
+    assert all(torch.equal(loaded[key], blocks[key]) for key in blocks if key in loaded)
+    assert all(x.isfinite().all() for x in maps(image()))
+    again = create(name, **kwargs)
+    again.load_state_dict(maps.state_dict())
+    for a, b in zip(again(image()), maps(image()), strict=True):
+        assert torch.equal(a, b)
+
+
+@small
+@torch.no_grad()
+def test_a_new_head_has_the_type_of_the_model(name):
+    model = create(name).to(torch.float64)
+    model.reset_classifier(3)
+    assert model(image().double()).dtype == torch.float64
+
+
+@small
+def test_pooling_other_than_the_mean_is_refused(name):
+    with pytest.raises(ValueError, match="global_pool must be 'avg' or ''"):
+        create(name, global_pool='max')
+
+
+@pytest.mark.parametrize('name', [n for n in SMALL if 'deit' not in n])
+@torch.no_grad()
+def test_pruned_layers_are_gone_and_the_others_compute_the_same(name):
+    model, x = create(name), image()
+    expected = model.forward_intermediates(x, indices=[0, 1], intermediates_only=True)
+    assert model.prune_intermediate_layers([0, 1]) == [0, 1]
+    assert len(model.backbone.stages) == 2 and isinstance(model.head, nn.Identity)
+    actual = model.forward_intermediates(x, indices=[0, 1], intermediates_only=True)
+    assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
+    with pytest.raises(ValueError, match='pruned'):
+        model.forward_intermediates(x)
+
+
+@small
+def test_features_are_those_of_the_modules_that_the_info_names(name):
+    model = create(name)
+    modules = dict(model.named_modules())
+    assert all(info['module'] in modules for info in model.feature_info)
 
 
 @small
