@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 from email.message import Message
 from email.parser import Parser
 from pathlib import Path
@@ -19,10 +20,6 @@ import effvit_mm
 
 ROOT = Path(__file__).resolve().parents[1]
 STACKS = ('onedl', 'openmmlab')
-SOURCES = (
-    *('setup.py', 'pyproject.toml', 'MANIFEST.in', 'README.md', 'LICENSE', 'model-index.yml'),
-    *('effvit_mm', 'configs', 'tools'),
-)
 
 
 def run_python(code: str) -> str:
@@ -49,24 +46,6 @@ def pins(name: str) -> dict[str, list[str]]:
         assert specifier.operator == '==', f'{name}.txt: {requirement} is not pinned'
         versions.setdefault(canonicalize_name(requirement.name), []).append(specifier.version)
     return versions
-
-
-@pytest.fixture(scope='module')
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> ZipFile:
-    """The wheel, built from a copy so that the checkout stays clean."""
-    copy = tmp_path_factory.mktemp('checkout')
-    for name in SOURCES:
-        if (ROOT / name).is_dir():
-            ignore = shutil.ignore_patterns('__pycache__', '.mim')
-            shutil.copytree(ROOT / name, copy / name, ignore=ignore)
-        else:
-            shutil.copy(ROOT / name, copy)
-    command = [sys.executable, '-m', 'pip', 'wheel', str(copy), '--wheel-dir', str(copy / 'dist')]
-    command += ['--no-deps', '--no-build-isolation', '--no-cache-dir', '--quiet']
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    (path,) = (copy / 'dist').glob('effvit_mm-*-py3-none-any.whl')
-    return ZipFile(path)
 
 
 @pytest.fixture(scope='module')
@@ -121,6 +100,27 @@ def test_wheel_carries_what_mim_looks_for(wheel):
                 assert f'effvit_mm/.mim/{path.relative_to(ROOT)}' in names
     assert 'effvit_mm/.mim/model-index.yml' in names
     assert not [name for name in names if '__pycache__' in name or name.startswith('tests/')]
+
+
+def test_a_source_archive_carries_everything_under_version_control(tmp_path):
+    listing = subprocess.run(['git', 'ls-files', '-z'], cwd=ROOT, capture_output=True, check=False)
+    if listing.returncode != 0:
+        pytest.skip('not a git checkout')
+    names = {name for name in listing.stdout.decode().split('\0') if name}
+    names = {name for name in names if (ROOT / name).is_file()}
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    build = 'from setuptools import build_meta; print(build_meta.build_sdist("dist"))'
+    done = subprocess.run(
+        [sys.executable, '-c', build], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (path,) = (tmp_path / 'dist').glob('*.tar.gz')
+    with tarfile.open(path) as archive:
+        carried = {name.partition('/')[2] for name in archive.getnames()}
+    hidden = {name for name in names if name.startswith('.')}
+    assert names - hidden <= carried
 
 
 def test_wheel_carries_every_module(wheel):
