@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..checkpoint import read_state_dict, select_prefix
-from ..layers.utils import ConditionalPositionEncoding, tokens_to_map
+from ..layers.utils import ConditionalPositionEncoding, is_captured, tokens_to_map
 
 NUM_STAGES = 4
 STRIDES = (4, 8, 16, 32)
@@ -206,11 +206,18 @@ class PyramidBackbone(BaseModule):
 
     def check_image(self, x: Tensor) -> None:
         """Refuse what is not a batch of images with ``in_channels`` channels."""
+        name = type(self).__name__
         if x.ndim != 4 or x.shape[1] != self.in_channels:
             raise ValueError(
-                f'{type(self).__name__} takes images (B, {self.in_channels}, H, W), '
-                f'not {tuple(x.shape)}.'
+                f'{name} takes images (B, {self.in_channels}, H, W), not {tuple(x.shape)}.'
             )
+        if not x.is_floating_point():
+            raise ValueError(
+                f'{name} takes normalised images in floating point, as a data_preprocessor gives '
+                f'them, not {x.dtype}.'
+            )
+        if not is_captured() and 0 in x.shape:
+            raise ValueError(f'{name} takes at least one image and pixel, not {tuple(x.shape)}.')
 
     def run_block(self, block: nn.Module, *args: Any) -> Any:
         """Call a block, checkpointing its activations with ``with_cp``."""

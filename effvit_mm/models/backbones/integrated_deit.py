@@ -502,7 +502,6 @@ class IntegratedDeiT(PyramidBackbone):
             Tokens ``(B*T, 1 + g², C)`` of ``T`` windows of ``g x g`` patches, each with a class
             token; which of them lie on the image ``(B*T, 1 + g²)``, None: all; and the tiling.
         """
-        self.check_image(x)
         x, height, width = self.patch_embed(x)
         tiling = Tiling(x.shape[0], height, width, (self.grid, self.grid), device=x.device)
         inside = None
@@ -519,6 +518,7 @@ class IntegratedDeiT(PyramidBackbone):
             The features, and for every layer before which tokens are aggregated
             ``GELU(LN(W X)) (B*T, m, C)``, the new tokens without their position embedding.
         """
+        self.check_image(x)
         image_size = x.shape[2], x.shape[3]
         x, inside, tiling = self.embed(x)
         features, aggregated = [], {}
