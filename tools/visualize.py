@@ -4,6 +4,9 @@
   foreground   PartialFormer's foreground tokens in each stage, one picture per image
   attention    what chosen places attend to in LaViT's layers, one picture per image, and how
                similar each layer's attention is to that of the layer before (saturation)
+  similarity   how alike foreground and background queries of PartialFormer attend, one chart
+  static       the static attention of an Integrated-DeiT or DGSSA-Swin, one picture
+  tokens       which patches feed which token of an Integrated-DeiT, one picture per image
   predictions  a detector's boxes and masks beside the ground truth, one picture of all images
 
 Examples:
@@ -11,6 +14,8 @@ Examples:
   visualize.py foreground CONFIG CHECKPOINT --images street.jpg garden.jpg
   visualize.py attention CONFIG CHECKPOINT --stage 3 --queries 0.5,0.5 0.2,0.7
   visualize.py attention CONFIG CHECKPOINT --compare OTHER_CONFIG OTHER_CHECKPOINT
+  visualize.py static CONFIG CHECKPOINT
+  visualize.py tokens CONFIG CHECKPOINT --images street.jpg
   visualize.py predictions CONFIG CHECKPOINT --num 8 --score-threshold 0.5
 
 Without --images the first images of the config's test data are taken.
@@ -19,7 +24,8 @@ Without --images the first images of the config's test data are taken.
 import argparse
 import os.path as osp
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 # so that a plain clone works; an installed effvit_mm comes first
 sys.path.append(osp.dirname(osp.dirname(osp.abspath(__file__))))
@@ -32,7 +38,9 @@ from mmengine.registry import DATASETS, init_default_scope
 from mmengine.utils import mkdir_or_exist
 from torch import Tensor, nn
 
-from effvit_mm.analysis.attention import attention_of, layer_similarity
+from effvit_mm.analysis.attention import attention_of, layer_similarity, query_similarity
+from effvit_mm.analysis.compressed import draw_static, draw_tokens, static_matrices
+from effvit_mm.analysis.observe import find_backbone
 from effvit_mm.analysis.pictures import (
     draw_attention,
     draw_detections,
@@ -40,13 +48,16 @@ from effvit_mm.analysis.pictures import (
     draw_similarity,
     foreground_maps,
 )
+from effvit_mm.compression.report import glad_sources
 from effvit_mm.engine.launch import (
     SetupError,
     build_model,
     check_data,
+    drop_teacher,
     load_config,
     run_or_explain,
 )
+from effvit_mm.models.backbones import IntegratedDeiT
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -77,11 +88,17 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar=('CONFIG', 'CHECKPOINT'),
         help='another LaViT, such as one without less attention, in the chart of similarities',
     )
+    similarity = commands.add_parser('similarity', help="how alike PartialFormer's queries attend")
+    static = commands.add_parser('static', help='static attention (DGSSA)')
+    static.add_argument(
+        '--max-heads', type=int, default=6, help='draw no more heads of a layer (default 6)'
+    )
+    tokens = commands.add_parser('tokens', help='which patches feed which token (GLAD)')
     predictions = commands.add_parser('predictions', help="a detector's boxes and masks")
     predictions.add_argument(
         '--score-threshold', type=float, default=0.3, help='draw no lower scores (default 0.3)'
     )
-    for command in (foreground, attention, predictions):
+    for command in (foreground, attention, similarity, static, tokens, predictions):
         command.add_argument('config', help='path of the config')
         command.add_argument('checkpoint', help='path or URL of the checkpoint')
         command.add_argument('--images', nargs='+', metavar='PATH', help='images of your own')
@@ -153,10 +170,7 @@ def foreground(model: nn.Module, args: argparse.Namespace, cfg: Config) -> Itera
     """File names and figures of the foreground tokens, image by image."""
     for i, data in enumerate(load_data(cfg, args.images, args.num)):
         batch, picture = network_input(model, data)
-        try:
-            maps = foreground_maps(model, batch)
-        except ValueError as error:
-            raise SetupError(str(error)) from error
+        maps = _or_explain(foreground_maps, model, batch)
         name = osp.splitext(osp.basename(data['data_samples'].img_path))[0]
         maps = [[mask[0] for mask in stage] for stage in maps]
         yield f'foreground_{i}_{name}.png', draw_foreground(picture, maps, args.every_block)
@@ -176,10 +190,7 @@ def attention(model: nn.Module, args: argparse.Namespace, cfg: Config) -> Iterat
         seen = []
         for i, data in enumerate(load_data(one_cfg, args.images, args.num)):
             batch, picture = network_input(one, data)
-            try:
-                layers = attention_of(one, batch)
-            except ValueError as error:
-                raise SetupError(str(error)) from error
+            layers = _or_explain(attention_of, one, batch)
             seen.append(layer_similarity(layers))
             if one is model:
                 stage = [layer for layer in layers if layer.stage == args.stage - 1]
@@ -193,6 +204,57 @@ def attention(model: nn.Module, args: argparse.Namespace, cfg: Config) -> Iterat
             for k, (stage, layer, _) in enumerate(seen[0])
         ]
     yield 'attention_similarity.png', draw_similarity(curves)
+
+
+def similarity(model: nn.Module, args: argparse.Namespace, cfg: Config) -> Iterator[tuple]:
+    """File name and chart of how alike PartialFormer's queries attend; prints the values."""
+    seen = []
+    for data in load_data(cfg, args.images, args.num):
+        batch, _ = network_input(model, data)
+        seen.append(_or_explain(query_similarity, model, batch))
+    curves: dict[str, list] = {'foreground queries': [], 'background queries': []}
+    print('stage.block  foreground  background')
+    for blocks in zip(*seen, strict=True):
+        stage, block, *_ = blocks[0]
+        values = np.array([values for _, _, *values in blocks])
+        means = [
+            column[~np.isnan(column)].mean() if (~np.isnan(column)).any() else np.nan
+            for column in values.T
+        ]
+        print(f'{stage + 1}.{block + 1:<11}{means[0]:<12.2f}{means[1]:.2f}')
+        for curve, mean in zip(curves.values(), means, strict=True):
+            curve.append((stage, block, mean))
+    label = "mean cosine similarity of\ntwo queries' weights"
+    yield 'query_similarity.png', draw_similarity(curves, label)
+
+
+def static(model: nn.Module, args: argparse.Namespace, cfg: Config) -> Iterator[tuple]:
+    """File name and figure of the static attention."""
+    if args.max_heads < 1:
+        raise SetupError(f'--max-heads must be at least 1, not {args.max_heads}.')
+    matrices = {k: v.cpu() for k, v in _or_explain(static_matrices, model).items()}
+    name = osp.splitext(osp.basename(args.config))[0]
+    yield 'static_attention.png', draw_static(matrices, name, args.max_heads)
+
+
+def tokens(model: nn.Module, args: argparse.Namespace, cfg: Config) -> Iterator[tuple]:
+    """File names and figures of the tokens that patches feed, image by image."""
+    backbone = _or_explain(find_backbone, model, IntegratedDeiT, 'tokens to show')
+    sources = _or_explain(glad_sources, backbone.state_dict())
+    sources = {layer: value.cpu() for layer, value in sources.items()}
+    for i, data in enumerate(load_data(cfg, args.images, args.num)):
+        _, picture = network_input(model, data)
+        name = osp.splitext(osp.basename(data['data_samples'].img_path))[0]
+        patch = backbone.arch_settings['patch_size']
+        yield f'tokens_{i}_{name}.png', draw_tokens(picture, sources, patch)
+
+
+def _or_explain(function: Callable, *args: Any) -> Any:
+    """The result of a function whose errors are for the user."""
+    try:
+        return function(*args)
+    except ValueError as error:
+        raise SetupError(str(error)) from error
 
 
 def predictions(model: nn.Module, args: argparse.Namespace, cfg: Config) -> Iterator[tuple]:
@@ -215,14 +277,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Build the model, draw, and say where the pictures are."""
     args = parse_args(argv)
     cfg = load_config(args)
+    drop_teacher(cfg)
     init_default_scope(cfg.default_scope)
     if args.num < 1:
         raise SetupError(f'--num must be at least 1, not {args.num}.')
     model = build_model(cfg, args.checkpoint, args.device)
     out_dir = args.out_dir or osp.join(cfg.work_dir, 'pictures')
     mkdir_or_exist(out_dir)
-    commands = dict(foreground=foreground, attention=attention, predictions=predictions)
-    draw = commands[args.command]
+    draw = dict(
+        foreground=foreground,
+        attention=attention,
+        similarity=similarity,
+        static=static,
+        tokens=tokens,
+        predictions=predictions,
+    )[args.command]
     for name, figure in draw(model, args, cfg):
         figure.savefig(osp.join(out_dir, name))
         print(f'Wrote {osp.join(out_dir, name)}')

@@ -89,12 +89,12 @@ def draw_foreground(
     else:
         rows = [[(len(stage) - 1, stage[-1]) for stage in maps]]
     columns = 1 + max(len(row) for row in rows)
-    figure, axes = _grid(len(rows), columns, image.shape[0] / image.shape[1], 2.6, header=0.35)
+    figure, axes = empty_grid(len(rows), columns, image.shape[0] / image.shape[1], 2.6, header=0.35)
     where = 'every block' if every_block else 'the last block of each stage'
     figure.suptitle(
         f'PartialFormer in {where}: foreground tokens in colour, background in grey', fontsize=11
     )
-    _show(axes[0, 0], image, f'image, {image.shape[1]}×{image.shape[0]} pixels')
+    show(axes[0, 0], image, f'image, {image.shape[1]}×{image.shape[0]} pixels')
     for r, row in enumerate(rows):
         for c, (block, tokens) in enumerate(row):
             stage = r if every_block else c
@@ -111,7 +111,7 @@ def _show_tokens(
     foreground = to_pixels(tokens, stride, height, width)
     grey = np.repeat(image.mean(axis=2, keepdims=True) * 0.5, 3, axis=2)
     picture = np.where(foreground[..., None], image, grey.astype(np.uint8))
-    _show(axes, picture, f'{title}\n{tokens.sum()} of {tokens.size} tokens')
+    show(axes, picture, f'{title}\n{tokens.sum()} of {tokens.size} tokens')
     if not foreground.all():
         axes.contour(foreground, levels=[0.5], colors=OUTLINE, linewidths=0.7)
 
@@ -133,7 +133,7 @@ def draw_attention(
     first = layers[0]
     stride = STRIDES[first.stage]
     similarity = {layer: value for _, layer, value in layer_similarity(list(layers))}
-    figure, axes = _grid(len(queries), 1 + len(layers), height / width, 2.2, header=0.35)
+    figure, axes = empty_grid(len(queries), 1 + len(layers), height / width, 2.2, header=0.35)
     figure.suptitle(
         f'LaViT, stage {first.stage + 1} (stride {stride}): weights of one query (outlined) on the '
         'keys, mean of the heads',
@@ -142,7 +142,7 @@ def draw_attention(
     for r, (y, x) in enumerate(queries):
         row, col = min(int(y * first.height), first.height - 1), int(x * first.width)
         col = min(col, first.width - 1)
-        _show(axes[r, 0], image, f'query at row {row}, column {col}')
+        show(axes[r, 0], image, f'query at row {row}, column {col}')
         _mark_cell(axes[r, 0], row, col, stride)
         for c, layer in enumerate(layers):
             weights = layer.weights[0, row * layer.width + col].mean(dim=0).cpu().numpy()
@@ -173,12 +173,16 @@ def _mark_cell(axes: 'Axes', row: int, col: int, stride: int) -> None:
     axes.add_patch(Rectangle(corner, stride, stride, fill=False, edgecolor=OUTLINE, lw=1.5))
 
 
-def draw_similarity(curves: dict[str, Sequence[tuple[int, int, float]]]) -> 'Figure':
-    """Draw how similar each layer's attention is to that of the layer before.
+def draw_similarity(
+    curves: dict[str, Sequence[tuple[int, int, float]]],
+    label: str = 'cosine similarity with\nthe layer before',
+) -> 'Figure':
+    """Draw a similarity layer by layer, such as that of a layer's attention to the layer before.
 
     Args:
-        curves: Of each model, by its name, what
-            :func:`effvit_mm.analysis.attention.layer_similarity` returns.
+        curves: By name, for each layer its stage, its number and a value, as
+            :func:`effvit_mm.analysis.attention.layer_similarity` returns them.
+        label: What the values are.
     """
     from matplotlib.figure import Figure
 
@@ -191,11 +195,11 @@ def draw_similarity(curves: dict[str, Sequence[tuple[int, int, float]]]) -> 'Fig
             at, values = zip(
                 *((places.index((s, j)), v) for s, j, v in curve if s == stage), strict=True
             )
-            label = None if k else name  # one entry of the legend for all stages
-            axes.plot(at, values, color=f'C{i}', marker='osD^v'[i % 5], label=label)
+            entry = None if k else name  # one entry of the legend for all stages
+            axes.plot(at, values, color=f'C{i}', marker='osD^v'[i % 5], label=entry)
     axes.set_xticks(range(len(places)), [f'{s + 1}.{j + 1}' for s, j in places])
     axes.set_xlabel('stage.layer')
-    axes.set_ylabel('cosine similarity with\nthe layer before')
+    axes.set_ylabel(label)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     return figure
@@ -230,9 +234,9 @@ def draw_detections(
         panels.append((image, found, title))
     columns = 2 * min(pairs_per_row, len(images))
     aspect = max(image.shape[0] / image.shape[1] for image in images)
-    figure, axes = _grid(-(-len(panels) // columns), columns, aspect, 3.2)
+    figure, axes = empty_grid(-(-len(panels) // columns), columns, aspect, 3.2)
     for ax, (image, instances, title) in zip(axes.flat, panels, strict=False):
-        _show(ax, image, title)
+        show(ax, image, title)
         if instances is not None:
             _show_instances(ax, instances, classes)
     return figure
@@ -271,7 +275,7 @@ def _show_instances(axes: 'Axes', instances: Any, classes: Sequence[str]) -> Non
         )
 
 
-def _grid(
+def empty_grid(
     rows: int, columns: int, aspect: float, width: float, header: float = 0.0
 ) -> tuple['Figure', np.ndarray]:
     """Figure and ``(rows, columns)`` empty axes for images of ``aspect`` height over width.
@@ -292,6 +296,6 @@ def _grid(
     return figure, axes
 
 
-def _show(axes: 'Axes', image: np.ndarray, title: str) -> None:
+def show(axes: 'Axes', image: np.ndarray, title: str) -> None:
     axes.imshow(image, interpolation='nearest')
     axes.set_title(title, fontsize=9)

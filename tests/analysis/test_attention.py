@@ -10,7 +10,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from effvit_mm import LaViT, PartialFormer
-from effvit_mm.analysis.attention import attention_of, layer_similarity
+from effvit_mm.analysis.attention import (
+    attention_of,
+    layer_similarity,
+    mean_cosine,
+    query_similarity,
+)
+from effvit_mm.models.layers.partial_attention import split_tokens
 
 SMALL = dict(dims=(16, 16, 32, 32), depths=(1, 2, 3, 2), num_heads=(1, 2, 4, 4))
 
@@ -99,3 +105,49 @@ def test_pictures_show_each_query_on_its_cell_and_weights_where_the_keys_lie():
     (chart,) = draw_similarity(curves).axes
     assert [line.get_label() for line in chart.lines if line.get_label()[0] != '_'] == ['LA']
     assert sum(len(line.get_xdata()) for line in chart.lines) == len(curves['LA'])
+
+
+def test_mean_cosine_is_that_of_all_pairs():
+    rows = torch.rand(2, 3, 7, 5, dtype=torch.float64)
+    expected = torch.zeros(2, 3, dtype=torch.float64)
+    for i in range(7):
+        for j in range(7):
+            if i != j:
+                expected += F.cosine_similarity(rows[..., i, :], rows[..., j, :], dim=-1) / 42
+    torch.testing.assert_close(mean_cosine(rows), expected)
+
+
+def test_similarity_of_queries_is_that_of_a_loop_over_pairs():
+    torch.manual_seed(0)
+    model = PartialFormer('b0').train()
+    for name, p in model.named_parameters():
+        if name.endswith('qkv.weight'):
+            p.data.mul_(20)
+    seen = {}
+    block = model.stages[2].blocks[1]
+    block.pos_embed.register_forward_hook(lambda m, args, x: seen.update(x=x))
+    image = torch.randn(2, 3, 64, 96)
+    found = query_similarity(nn.ModuleDict(dict(backbone=model)), image)
+    assert [(s.stage, s.block) for s in found] == [
+        (i, j) for i, depth in enumerate((2, 2, 5, 2)) for j in range(depth)
+    ]
+    assert model.training
+    x, h, d = seen['x'], 4, 32
+    index = split_tokens(x, block.foreground_ratio)
+    q, k, _ = block.mmsa.qkv(block.norm1(x)).double().view(2, 24, 3, h, d).unbind(2)
+    sums, pairs = dict(foreground=0.0, background=0.0), dict(foreground=0, background=0)
+    for b in range(2):
+        for head in range(h):
+            weights = (q[b, :, head] @ k[b, :, head].T / d**0.5).softmax(dim=1)
+            for i in range(24):
+                for j in range(24):
+                    inside = {i in index[b], j in index[b]}
+                    if i != j and len(inside) == 1:
+                        group = 'foreground' if inside.pop() else 'background'
+                        sums[group] += F.cosine_similarity(weights[i], weights[j], dim=0).item()
+                        pairs[group] += 1
+    actual = next(s for s in found if (s.stage, s.block) == (2, 1))
+    for group, total in sums.items():
+        assert getattr(actual, group) == pytest.approx(total / pairs[group], abs=1e-5)
+    # the last stage of so small an image has six tokens, three of them foreground
+    assert all(0 <= s.background <= 1 + 1e-6 for s in found)
