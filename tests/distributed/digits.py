@@ -20,6 +20,7 @@ from mmengine.config import Config
 from mmengine.hooks import Hook
 from mmengine.model import is_model_wrapper
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from effvit_mm.engine.launch import build_runner, load_config
 
@@ -42,6 +43,8 @@ class Case:
         framework: Scope of the framework.
         backbone: Further arguments of the backbone.
         hook: Whether auxiliary losses are collected.
+        fsdp: Whether the config also has ``_base_/fsdp.py``.
+        double: Whether to compute in float64.
         settings: Options of the config, which come last.
     """
 
@@ -49,6 +52,8 @@ class Case:
     framework: str
     backbone: dict[str, Any] = field(default_factory=dict)
     hook: bool = False
+    fsdp: bool = False
+    double: bool = True
     settings: dict[str, Any] = field(default_factory=dict)
 
 
@@ -146,20 +151,45 @@ class _Record(Hook):
     def after_train_iter(
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None
     ) -> None:
-        self.losses.append({k: float(v) for k, v in outputs.items() if 'loss' in k})
+        self.losses.append(
+            {k: torch.as_tensor(v).item() for k, v in outputs.items() if 'loss' in k}
+        )
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
+    """Whole weights, in every process of a sharded model."""
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+            return {
+                name.replace('_fsdp_wrapped_module.', ''): p.detach().clone()
+                for name, p in model.named_parameters()
+            }
     if is_model_wrapper(model):
         model = model.module
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
+def _with_fsdp(config: Path, folder: Path) -> Path:
+    """A config like those that end with ``_fsdp``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f'fsdp_{os.getpid()}.py'
+    bases = [str(config), str(CONFIGS / '_base_' / 'fsdp.py')]
+    path.write_text(
+        f'_base_ = {bases}\n'
+        'custom_imports = _base_.fsdp_imports\n'
+        'optim_wrapper = dict(paramwise_cfg=_base_.fsdp_paramwise_cfg)\n'
+    )
+    return path
+
+
 def make_config(case: Case, size: int, folder: str) -> Config:
     """The config as ``tools/train.py`` would make it."""
+    path = CONFIGS / BASES[case.framework]
+    if case.fsdp:
+        path = _with_fsdp(path, Path(folder))
     args = Namespace(
-        config=str(CONFIGS / BASES[case.framework]),
-        launcher='pytorch' if size > 1 else 'none',
+        config=str(path),
+        launcher='pytorch' if size > 1 or case.fsdp else 'none',
         cfg_options={**_options(case), 'train_dataloader.batch_size': GLOBAL_BATCH // size},
         work_dir=folder,
     )
@@ -170,17 +200,30 @@ def make_config(case: Case, size: int, folder: str) -> Config:
 
 
 def train(case: Case, size: int, root: str, folder: str) -> dict[str, Any]:
-    """Train a case in this process, which is one of ``size``; float64, so that what differs is not
-    rounding, which a detector's discrete choices would turn into something else.
+    """Train a case in this process, which is one of ``size``; by default in float64, so that what
+    differs is not rounding, which a detector's discrete choices would turn into something else.
 
     Returns:
-        ``before`` and ``after``: the weights; ``losses``: those of each step.
+        ``before`` and ``after``: the weights; ``losses``: those of each step; ``groups``: learning
+        rate and weight decay of each parameter.
     """
     os.chdir(root)
-    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(torch.float64 if case.double else torch.float32)
     cfg = make_config(case, size, folder)
     runner = build_runner(cfg)
     record = _Record()
     runner.register_hook(record)
     runner.train()
-    return dict(before=record.before, after=_weights(runner.model), losses=record.losses)
+    # of each parameter, from which optimizer group it is; sharded or not
+    names = {
+        id(p): name.replace('_fsdp_wrapped_module.', '').removeprefix('module.')
+        for name, p in runner.model.named_parameters()
+    }
+    groups = {
+        names[id(p)]: (group['lr'], group['weight_decay'])
+        for group in runner.optim_wrapper.optimizer.param_groups
+        for p in group['params']
+    }
+    return dict(
+        before=record.before, after=_weights(runner.model), losses=record.losses, groups=groups
+    )
