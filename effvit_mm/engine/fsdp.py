@@ -66,6 +66,8 @@ class BackboneFSDPStrategy(FSDPStrategy):
             ValueError: Parameters are to be told by their number of dimensions.
         """
         if isinstance(optim_wrapper, dict):
+            # without a type mmengine's would be given AmpOptimWrapper's arguments
+            optim_wrapper.setdefault('type', 'OptimWrapper')
             paramwise_cfg = optim_wrapper.get('paramwise_cfg') or {}
             if paramwise_cfg.get('flat_decay_mult') is not None:
                 raise ValueError(

@@ -47,7 +47,6 @@ def test_two_shards_are_trained_to_the_weights_of_one_process(
 
 
 OPTIMIZER = dict(
-    type='OptimWrapper',
     optimizer=dict(type='AdamW', lr=1e-3, weight_decay=0.05),
     constructor='LayerDecayOptimWrapperConstructor',
 )

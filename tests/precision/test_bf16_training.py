@@ -21,7 +21,7 @@ from effvit_mm.engine.launch import import_framework
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ['partialformer_b0', 'lavit', 'integrated_deit', 'dgssa_swin']
-STEPS, WINDOW, BATCH = 200, 20, 32
+STEPS, WINDOW, BATCH = 200, 50, 32
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -98,5 +98,5 @@ def test_200_steps_in_bfloat16_follow_those_in_float32(name, digits, tmp_path, m
         f'{smooth(lowered)[0]:.3f} -> {smooth(lowered)[-1]:.3f} in bfloat16; '
         f'largest deviation {100 * deviation.max():.2f} %, last {100 * deviation[-1]:.2f} %'
     )
-    assert smooth(full)[-1] < 0.7 * smooth(full)[0]
+    assert smooth(full)[-1] < 0.9 * smooth(full)[0]
     assert deviation.max() < 0.05
