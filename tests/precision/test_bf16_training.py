@@ -98,5 +98,7 @@ def test_200_steps_in_bfloat16_follow_those_in_float32(name, digits, tmp_path, m
         f'{smooth(lowered)[0]:.3f} -> {smooth(lowered)[-1]:.3f} in bfloat16; '
         f'largest deviation {100 * deviation.max():.2f} %, last {100 * deviation[-1]:.2f} %'
     )
-    assert smooth(full)[-1] < 0.9 * smooth(full)[0]
+    # what was learned is more than what the precisions differ by
+    difference = (smooth(lowered) - smooth(full)).abs().max()
+    assert smooth(full)[0] - smooth(full)[-1] > 3 * difference
     assert deviation.max() < 0.05
