@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Usage: tools/dist_train.sh CONFIG GPUS [arguments of tools/train.py]
 # Without a GPU, GPUS is the number of processes. Over several machines, set on each of them
-# NNODES, NODE_RANK and MASTER_ADDR; PORT if the default is taken.
+# NNODES, NODE_RANK and MASTER_ADDR; PORT if the default is taken. If a process ends early, all do.
 set -e
 if [ $# -lt 2 ]; then
     echo "usage: $0 CONFIG GPUS [arguments of tools/train.py]" >&2
@@ -15,4 +15,10 @@ python -m torch.distributed.run \
     --master_addr="${MASTER_ADDR:-127.0.0.1}" \
     --master_port="${PORT:-29500}" \
     --nproc_per_node="$2" \
-    "$(dirname "$0")/train.py" "$1" --launcher pytorch "${@:3}"
+    "$(dirname "$0")/train.py" "$1" --launcher pytorch "${@:3}" || {
+    status=$?
+    echo "error: a training process failed, see above; the others were stopped. If a checkpoint was" \
+        "saved, the same command with --resume goes on from it, with as many processes or fewer" \
+        "(docs/distributed.md)." >&2
+    exit $status
+}

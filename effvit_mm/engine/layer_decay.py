@@ -38,7 +38,11 @@ class LayerDecayOptimWrapperConstructor(DefaultOptimWrapperConstructor):
                 f'Layer-wise decay needs get_layer_depth, which {type(backbone).__name__} lacks.'
             )
         where = '' if backbone is module else 'backbone.'
-        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        # FSDP's units, which blocks may be, show in the names
+        names = {
+            id(parameter): name.replace('_fsdp_wrapped_module.', '')
+            for name, parameter in module.named_parameters()
+        }
         for group in params[first:]:
             depth, num_depths = backbone.get_layer_depth(names[id(group['params'][0])], where)
             group['lr_scale'] = rate ** (num_depths - 1 - depth)

@@ -97,6 +97,17 @@ def test_there_is_a_config_for_each_task_and_size_and_one_on_the_digits():
     assert expected == set(OURS)
 
 
+def test_there_is_a_sharded_config_for_each_task():
+    sharded = [name for name in CONFIGS if name.endswith('_fsdp')]
+    tasks = {SCOPES[head] for head in SCOPES for name in sharded if name.startswith(head)}
+    assert tasks == {'mmpretrain', 'mmdet', 'mmseg'}
+    for name in sharded:
+        cfg = load(name)
+        assert cfg.runner_type == 'FlexibleRunner'
+        assert cfg.strategy == dict(type='BackboneFSDPStrategy', state_dict_cfg='full')
+        assert cfg.model == load(name.removesuffix('_fsdp')).model
+
+
 @pytest.mark.parametrize('name', [name for name in CONFIGS if 'lavit' in name])
 def test_the_losses_of_lavit_are_collected(name):
     assert dict(type='AuxiliaryLossHook') in load(name).custom_hooks
@@ -108,6 +119,8 @@ def test_configs_need_one_import_of_ours_and_write_checkpoints_that_load_safely(
     imports = ['effvit_mm']
     if 'teacher' in cfg.model:
         imports.append('effvit_mm.models.classifiers')
+    if name.endswith('_fsdp'):
+        imports.append('effvit_mm.engine.fsdp')
     assert cfg.custom_imports == dict(imports=imports, allow_failed_imports=False)
     assert cfg.default_hooks.checkpoint.published_keys == ['meta', 'state_dict']
     assert cfg.auto_scale_lr.base_batch_size in (8, 16, 32, 64, 1024, 4096)

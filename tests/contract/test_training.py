@@ -150,6 +150,13 @@ def test_mixed_precision_stays_close_to_full_precision(family):
         assert (a - b).square().mean() < 0.01 * b.square().mean()
 
 
+def test_parameters_are_contiguous_in_every_ablation(family):
+    """FSDP does not save the optimizer's state of others correctly."""
+    for fields in ({}, *family.ablations):
+        model = family.cls(arch={**family.small, **fields})
+        assert all(p.is_contiguous() for p in model.parameters()), fields
+
+
 # layer-wise decay and weight decay
 
 

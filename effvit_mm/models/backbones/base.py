@@ -40,8 +40,11 @@ def as_fraction(value: Any, field: str) -> Fraction:
 
 
 def init_vit_weights(module: nn.Module) -> None:
-    """Initialisation shared by the families: truncated normal (0.02) linear layers, zero biases,
-    fan-out normal convolutions. For :meth:`torch.nn.Module.apply`.
+    """Initialisation shared by the families: truncated normal (0.02) linear layers, zero biases;
+    fan-out normal convolutions, torch's biases. For :meth:`torch.nn.Module.apply`.
+
+    Were the biases of convolutions zero, so would be the tokens of padding and of blank images, and
+    each norm on their way would multiply gradients by 1000: beyond float32 in an untrained LaViT.
 
     Position encodings keep torch's own initialisation, which adds a third of the variance of what
     goes in: a fan-out normal one multiplies the residual stream's scale by 1.6 per block.
@@ -54,7 +57,8 @@ def init_vit_weights(module: nn.Module) -> None:
         fan_out = module.kernel_size[0] * module.kernel_size[1] * module.out_channels
         nn.init.normal_(module.weight, std=(2.0 * module.groups / fan_out) ** 0.5)
         if module.bias is not None:
-            nn.init.zeros_(module.bias)
+            bound = module.weight[0].numel() ** -0.5
+            nn.init.uniform_(module.bias, -bound, bound)
     elif isinstance(module, ConditionalPositionEncoding):  # after the convolution inside it
         nn.init.kaiming_uniform_(module.proj.weight, a=5**0.5)
 
