@@ -139,7 +139,7 @@ class HeadMLP(nn.Module):
         self.register_buffer('expand_identity', repeat, persistent=False)
         self.register_buffer('reduce_identity', repeat.t() / expansion, persistent=False)
         self.expand_delta = nn.Parameter(torch.empty_like(repeat))
-        self.reduce_delta = nn.Parameter(torch.empty_like(repeat.t()))
+        self.reduce_delta = nn.Parameter(torch.empty(num_heads, self.num_mixed))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
