@@ -6,23 +6,28 @@ builds a classifier and ``timm.create_model('lavit_small', features_only=True)``
 Names are those of the families and of their architectures, see :data:`FAMILIES`.
 
 Weights are named as in a classifier of MMPretrain, ``backbone.…`` and ``head.…`` (``head.fc.…`` is
-understood), so checkpoints of either load in the other. None have been published.
+understood), so checkpoints of either load in the other, and with ``features_only`` what of a
+classifier's fits. None have been published.
 """
 
-import re
+import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from mmengine.logging import print_log
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
-from timm.models._features import feature_take_indices
+from timm.models import (
+    build_model_with_cfg,
+    generate_default_cfgs,
+    register_model,
+    resolve_pretrained_cfg,
+)
 from torch import Tensor, nn
 
 from .models.backbones import DGSSASwin, IntegratedDeiT, LaViT, PartialFormer, PyramidBackbone
 from .models.backbones.base import NUM_STAGES, STRIDES
+from .models.checkpoint import select_prefix
 
 #: prefix of the names in timm's registry -> backbone, and what it is built with
 FAMILIES: dict[str, tuple[type[PyramidBackbone], dict[str, Any]]] = {
@@ -42,7 +47,8 @@ class TimmModel(nn.Module):
         arch: Name of an architecture of the family, or a dict of its fields.
         num_classes: Classes of the head; 0: the pooled features are returned.
         in_chans: Channels of the image.
-        global_pool: ``'avg'``, or ``''`` for the features as they are.
+        global_pool: ``'avg'``, of an Integrated-DeiT ``'token'``; or ``''`` for the features as
+            they are, without a head.
         drop_rate: Dropout before the head.
         drop_path_rate: Stochastic depth rate of the last block.
         maps: Stages whose feature maps, with norms of their own, are built instead of a classifier.
@@ -55,14 +61,13 @@ class TimmModel(nn.Module):
         arch: str | dict,
         num_classes: int = 1000,
         in_chans: int = 3,
-        global_pool: str = 'avg',
+        global_pool: str | None = None,
         drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
         maps: Sequence[int] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__()
-        _check_pool(global_pool)
         cls, defaults = FAMILIES[family]
         kwargs = {**defaults, **kwargs}
         self.by_token = cls is IntegratedDeiT and maps is None
@@ -75,33 +80,36 @@ class TimmModel(nn.Module):
             drop_path_rate=drop_path_rate,
             **kwargs,
         )
+        self.maps = None if maps is None else tuple(maps)
         if maps is None and not self.by_token:
             # a classifier's other stages have no norm; their maps can still be looked at
             for i in range(NUM_STAGES - 1):
                 self.backbone.add_module(f'norm{i}', nn.Identity())
-        channels = cls(arch, **defaults).out_channels if maps is not None else self._channels()
-        taps = getattr(self.backbone, 'taps', None)
-        modules = [f'blocks.{tap}' for tap in taps] if taps else [f'stages.{i}' for i in range(4)]
-        self.feature_info = [
-            dict(num_chs=dim, reduction=stride, module=f'backbone.{module}')
-            for dim, stride, module in zip(channels, STRIDES, modules, strict=True)
+        is_deit = isinstance(self.backbone, IntegratedDeiT)
+        names = [
+            f'blocks.{self.backbone.taps[i]}' if is_deit else f'stages.{i}'
+            for i in range(NUM_STAGES)
         ]
-        self.in_chans, self.num_classes, self.global_pool = in_chans, num_classes, global_pool
+        self.feature_info = [
+            dict(num_chs=dim, reduction=stride, module=f'backbone.{name}')
+            for dim, stride, name in zip(self.backbone.stage_channels, STRIDES, names, strict=True)
+        ]
+        self.in_chans, self.num_classes = in_chans, num_classes
+        self.global_pool = self._checked_pool(global_pool, num_classes)
         self.num_features = self.head_hidden_size = self.backbone.out_channels[-1]
         self.head_drop = nn.Dropout(drop_rate)
         self.head = self._make_head(num_classes)
-        self.register_load_state_dict_pre_hook(_rename_head)
+        self.register_load_state_dict_pre_hook(_adapt_state)
 
-    def _channels(self) -> list[int]:
-        """Channels of the four stages."""
-        a = self.backbone.arch_settings
-        if 'dims' in a:
-            return list(a['dims'])
-        if 'base_channels' in a:
-            return [a['base_channels'] * factor for factor in a['channel_multipliers']]
-        if self.by_token:
-            return [a['embed_dims']] * NUM_STAGES
-        return [a['embed_dims'] * 2**i for i in range(NUM_STAGES)]
+    def _checked_pool(self, global_pool: str | None, num_classes: int) -> str:
+        """The pooling that is asked for, None: the default."""
+        pools = ('token' if self.by_token else 'avg', '')
+        pool = pools[0] if global_pool is None else global_pool
+        if pool not in pools:
+            raise ValueError(f"global_pool must be {pools[0]!r} or '' here, not {pool!r}.")
+        if num_classes and not pool and not self.by_token:
+            raise ValueError("A head needs pooled features: global_pool='' goes with 0 classes.")
+        return pool
 
     def _make_head(self, num_classes: int) -> nn.Module:
         if not num_classes:
@@ -121,7 +129,10 @@ class TimmModel(nn.Module):
         if isinstance(self.backbone, IntegratedDeiT):
             return dict(
                 stem=r'^backbone\.(?:cls_token|pos_embed|patch_embed)',
-                blocks=[(r'^backbone\.(?:blocks|aggregations)\.(\d+)', None), (r'.*', (99999,))],
+                blocks=[
+                    (r'^backbone\.(?:blocks|aggregations)\.(\d+)', None),
+                    (r'^backbone\.norm', (99999,)),
+                ],
             )
         if coarse:
             return dict(
@@ -132,7 +143,7 @@ class TimmModel(nn.Module):
             blocks=[
                 (r'^backbone\.stages\.(\d+)\.blocks\.(\d+)', None),
                 (r'^backbone\.stages\.(\d+)\.', (0,)),
-                (r'.*', (99999,)),
+                (r'^backbone\.norm', (99999,)),
             ],
         )
 
@@ -146,21 +157,40 @@ class TimmModel(nn.Module):
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Another number of classes; 0: pooled features."""
-        self.num_classes = num_classes
-        if global_pool is not None:
-            _check_pool(global_pool)
-            self.global_pool = global_pool
-        like = next(self.backbone.parameters())
-        self.head = self._make_head(num_classes).to(like).train(self.training)
+        pool = self.global_pool if global_pool is None else global_pool
+        self.global_pool, self.num_classes = self._checked_pool(pool, num_classes), num_classes
+        like = next(self.parameters())
+        self.head = self._make_head(num_classes).to(like.device, like.dtype).train(self.training)
 
     @contextmanager
-    def _stages(self, indices: Sequence[int]) -> Iterator[None]:
-        before = self.backbone.out_indices
-        self.backbone.out_indices = tuple(indices)
+    def _only(self, indices: Sequence[int], normed: bool) -> Iterator[None]:
+        """Within this, the backbone gives these maps, and runs no further."""
+        backbone, last = self.backbone, f'norm{self.backbone.num_stages - 1}'
+        names = ['out_indices', last, *(['stages'] if hasattr(backbone, 'stages') else [])]
+        before = {name: getattr(backbone, name) for name in names}
+        backbone.out_indices = tuple(indices)
+        if not normed:
+            setattr(backbone, last, nn.Identity())
+        if 'stages' in before:
+            backbone.stages = backbone.stages[: indices[-1] + 1]
         try:
             yield
         finally:
-            self.backbone.out_indices = before
+            for name, value in before.items():
+                setattr(backbone, name, value)
+
+    def _taken(self, indices: int | Sequence[int] | None) -> list[int]:
+        """Stages as timm asks for them, of those that were built."""
+        if self.by_token:
+            raise ValueError(
+                'A classifier of this family computes a class token, not maps: create it with '
+                'features_only=True.'
+            )
+        taken, built = _stage_indices(indices), self.backbone.num_stages
+        unbuilt = [i for i in taken if i >= built or not hasattr(self.backbone, f'norm{i}')]
+        if unbuilt:
+            raise ValueError(f'Stages {unbuilt} were not built.')
+        return taken
 
     def forward_intermediates(
         self,
@@ -175,55 +205,48 @@ class TimmModel(nn.Module):
 
         Args:
             x: Images ``(B, in_chans, H, W)``.
-            indices: Which stages; the last so many if a number, all if None.
-            norm: No effect: of a classifier the last map is normed, with ``features_only`` all are.
-            stop_early: No effect: stages that are not needed were not built.
+            indices: Which stages, the lowest is given first; the last so many if a number, all if
+                None.
+            norm: Norm a classifier's last map, the only one with a norm. The maps of
+                ``features_only`` have norms of their own and always are.
+            stop_early: Run no further than the last stage that is asked for.
             output_fmt: ``'NCHW'``.
             intermediates_only: Only the maps.
+
+        Raises:
+            ValueError: The format is another, there are no such stages, or this is the classifier
+                of a family with a class token.
         """
         if output_fmt != 'NCHW':
             raise ValueError(f"output_fmt must be 'NCHW', not {output_fmt!r}.")
-        if self.by_token:
-            raise ValueError(
-                'A classifier of this family computes a class token, not maps: create it with '
-                'features_only=True.'
-            )
-        taken, _ = feature_take_indices(NUM_STAGES, indices)
-        taken = sorted(set(taken))
-        last = NUM_STAGES - 1
-        wanted = taken if intermediates_only or last in taken else [*taken, last]
-        unbuilt = [i for i in wanted if not hasattr(self.backbone, f'norm{i}')]
-        if unbuilt:
-            raise ValueError(
-                f'Stages {unbuilt} are not there: they were not built, or pruned; '
-                'intermediates_only=True does without the last.'
-            )
-        with self._stages(wanted):
+        taken, last = self._taken(indices), self.backbone.num_stages - 1
+        final = taken[-1] if stop_early or intermediates_only else last
+        wanted = sorted({*taken, final})
+        with self._only(wanted, normed=self.maps is not None):
             maps = dict(zip(wanted, self.backbone(x), strict=True))
+        features = maps[final]
+        if self.maps is None and final == last:
+            norm_layer = getattr(self.backbone, f'norm{last}')
+            features = norm_layer(features.permute(0, 2, 3, 1)).permute(0, 3, 1, 2).contiguous()
+            if norm:
+                maps[last] = features
         intermediates = [maps[i] for i in taken]
-        return intermediates if intermediates_only else (maps[last], intermediates)
+        return intermediates if intermediates_only else (features, intermediates)
 
     def prune_intermediate_layers(
         self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Drop the head, and the stages after those that ``indices`` name.
-
-        Args:
-            indices: As of :meth:`forward_intermediates`, which takes ``intermediates_only=True``
-                afterwards if the last stage is gone.
-            prune_norm: No effect: the last map's norm goes with its stage.
-            prune_head: Whether the head goes.
-
-        Returns:
-            The stages that ``indices`` name.
-        """
-        taken, last = feature_take_indices(NUM_STAGES, indices)
-        if not isinstance(self.backbone, IntegratedDeiT):  # whose stages are taps of one stack
-            del self.backbone.stages[last + 1 :]
-            for i in range(last + 1, NUM_STAGES):
-                if hasattr(self.backbone, f'norm{i}'):
-                    delattr(self.backbone, f'norm{i}')
-        if prune_head:
+        """Drop the stages after those asked for and the head; with ``features_only`` no other
+        stages were built, and the norms belong to the maps."""
+        taken, backbone = self._taken(indices), self.backbone
+        ends = taken[-1] < backbone.num_stages - 1
+        if self.maps is None and (ends or prune_norm):
+            setattr(backbone, f'norm{backbone.num_stages - 1}', nn.Identity())
+        if self.maps is None and ends:
+            backbone.stages = backbone.stages[: taken[-1] + 1]
+            backbone.num_stages, backbone.out_indices = taken[-1] + 1, (taken[-1],)
+            self.num_features = self.head_hidden_size = backbone.stage_channels[taken[-1]]
+        if prune_head or ends:
             self.reset_classifier(0, '')
         return taken
 
@@ -244,61 +267,109 @@ class TimmModel(nn.Module):
         return self.forward_head(self.forward_features(x))
 
 
-def _check_pool(global_pool: str) -> None:
-    if global_pool not in ('avg', ''):
-        raise ValueError(f"global_pool must be 'avg' or '', not {global_pool!r}.")
-
-
-def _from_classifier(module: nn.Module, state: dict[str, Tensor], prefix: str, *args: Any) -> None:
-    """Let ``features_only`` models load a classifier as detectors do: without its head and later
-    stages; what a classifier lacks, such as norms of the maps, stays as it is, which is said."""
-    if any(key.startswith(f'{prefix}model.') for key in state):
-        return
-    backbone, own = module.model.backbone, module.state_dict()
-    for key in [key for key in state if key.startswith(prefix)]:
-        name, value = f'model.{key.removeprefix(prefix)}', state.pop(key)
-        inner = name.removeprefix('model.backbone.')
-        if name in own or (inner != name and backbone._is_surplus(inner)):
-            state[prefix + name] = value
-    lacking = [
-        key
-        for key in own
-        if prefix + key not in state
-        and re.match(backbone.may_lack, key.removeprefix('model.backbone.'))
-    ]
-    if lacking:
-        print_log(
-            f'{type(backbone).__name__}: left at their initialisation: {", ".join(lacking)}',
-            logger='current',
-        )
-    state.update({prefix + key: own[key] for key in lacking})
-
-
-def _rename_head(module: nn.Module, state: dict[str, Tensor], prefix: str, *args: Any) -> None:
-    """MMPretrain's name of the head."""
-    for key in [key for key in state if key.startswith(f'{prefix}head.fc.')]:
-        state[key.replace('head.fc.', 'head.')] = state.pop(key)
-
-
-def _create(family: str, arch: str, variant: str, pretrained: bool, **kwargs: Any) -> nn.Module:
-    if pretrained:
+def _stage_indices(indices: int | Sequence[int] | None) -> list[int]:
+    """Stages from 0, rising, of what timm allows: the last so many, or numbers from either end."""
+    if indices is None:
+        indices = NUM_STAGES
+    given = range(-indices, 0) if isinstance(indices, int) else indices
+    if not given or not all(-NUM_STAGES <= i < NUM_STAGES for i in given):
         raise ValueError(
-            f'No weights of {variant} have been published; checkpoint_path= loads your own.'
+            f'There are {NUM_STAGES} stages, 0 to {NUM_STAGES - 1} or -{NUM_STAGES} to -1; '
+            f'{indices!r} does not choose among them.'
         )
+    return sorted({i % NUM_STAGES for i in given})
+
+
+def _rename_head(state: dict[str, Tensor], model: nn.Module | None = None) -> dict[str, Tensor]:
+    """MMPretrain's name of the head becomes timm's."""
+    return {
+        f'head.{key[8:]}' if key.startswith('head.fc.') else key: value
+        for key, value in state.items()
+    }
+
+
+def _adapt_state(module: nn.Module, state: dict[str, Tensor], prefix: str, *args: Any) -> None:
+    """Also take weights with MMPretrain's names and, with ``features_only``, a classifier's.
+
+    Args:
+        module: A :class:`TimmModel`, or timm's wrapper around one.
+        state: Changed in place.
+        prefix: That of the module.
+    """
+    model = getattr(module, 'model', module)
+    given = {k.removeprefix(prefix): state.pop(k) for k in list(state) if k.startswith(prefix)}
+    given = _rename_head(given)
+    other = given.keys() != module.state_dict().keys()
+    if model.maps is not None and other and any(key.startswith('backbone.') for key in given):
+        weights = select_prefix(given, 'backbone.', 'the checkpoint')
+        model.backbone.load_weights(weights, 'the checkpoint')
+        given = module.state_dict()
+    state.update({prefix + key: value for key, value in given.items()})
+
+
+#: what timm's own functions take out of the arguments of ``create_model``
+_OF_TIMM = {'pretrained_cfg', 'pretrained_cfg_overlay', 'pretrained_model_args', 'cache_dir'}
+
+
+def _check_arguments(family: str, variant: str, kwargs: dict[str, Any]) -> None:
+    """Refuse arguments that nobody would look at."""
+    own = inspect.signature(TimmModel).parameters.keys() - {'family', 'arch', 'maps', 'kwargs'}
+    # a class token or maps, and which, is decided here; timm calls no init_weights and no hook
+    of_backbone = inspect.signature(FAMILIES[family][0]).parameters.keys() - {
+        *('arch', 'in_channels', 'out_indices', 'out_type', 'init_cfg', 'diagonality_loss')
+    }
+    public = {*own, *of_backbone, 'features_only', 'out_indices', 'device', 'dtype'}
+    if 'img_size' in kwargs:
+        raise TypeError(f'{variant} takes images of any size: leave img_size out.')
+    for name in kwargs.keys() - public - _OF_TIMM - {'feature_cls'}:
+        raise TypeError(
+            f'{variant} has no argument {name!r}; there are {", ".join(sorted(public))}.'
+        )
+    for name in {'out_indices', 'feature_cls'} & kwargs.keys():
+        if not kwargs.get('features_only'):
+            raise TypeError(f'{variant}: {name} goes with features_only=True.')
+    if kwargs.get('feature_cls', 'getter') != 'getter':
+        raise ValueError(f"{variant}: feature_cls must be 'getter', or left out.")
+
+
+def _create(
+    family: str,
+    arch: str,
+    variant: str,
+    pretrained: bool,
+    features_only: bool = False,
+    device: Any = None,
+    dtype: Any = None,
+    **kwargs: Any,
+) -> nn.Module:
+    if pretrained:
+        cfg = resolve_pretrained_cfg(
+            variant, kwargs.get('pretrained_cfg'), kwargs.get('pretrained_cfg_overlay')
+        )
+        if not (cfg.has_weights or cfg.state_dict):
+            raise ValueError(
+                f'No weights of {variant} have been published; your own are loaded with '
+                'checkpoint_path=…, or as pretrained ones with pretrained_cfg_overlay=dict(file=…).'
+            )
     feature_cfg = {}
-    if kwargs.get('features_only'):
-        indices = kwargs.pop('out_indices', range(NUM_STAGES))
-        maps, _ = feature_take_indices(NUM_STAGES, indices)
-        kwargs.update(maps=sorted(set(maps)), num_classes=0)
-        feature_cfg = dict(out_indices=sorted(set(maps)), feature_cls='getter')
-    # timm's size of the images, which these models do not need to know
-    kwargs.pop('img_size', None)
+    if features_only:
+        maps = _stage_indices(kwargs.pop('out_indices', None))
+        kwargs.update(maps=maps, num_classes=0)
+        feature_cfg = dict(out_indices=maps, feature_cls='getter')
     model = build_model_with_cfg(
-        TimmModel, variant, False, feature_cfg=feature_cfg, family=family, arch=arch, **kwargs
+        TimmModel,
+        variant,
+        pretrained,
+        pretrained_filter_fn=_rename_head,
+        feature_cfg=feature_cfg,
+        features_only=features_only,
+        family=family,
+        arch=arch,
+        **kwargs,
     )
-    if feature_cfg:
-        model.register_load_state_dict_pre_hook(_from_classifier)
-    return model
+    if features_only:
+        model.register_load_state_dict_pre_hook(_adapt_state)
+    return model.to(device=device, dtype=dtype)
 
 
 def _register() -> dict[str, Any]:
@@ -312,7 +383,7 @@ def _register() -> dict[str, Any]:
             cfgs[f'{family}_{arch}.untrained'] = dict(
                 num_classes=1000,
                 input_size=(3, 224, 224),
-                pool_size=(7, 7),
+                pool_size=None if deit else (7, 7),
                 crop_pct=0.9,
                 interpolation='bicubic',
                 mean=IMAGENET_DEFAULT_MEAN,
@@ -335,6 +406,8 @@ def _register() -> dict[str, Any]:
                 _name: str = name,
                 **kwargs: Any,
             ) -> nn.Module:
+                kwargs = {key: value for key, value in kwargs.items() if value is not None}
+                _check_arguments(_family, _name, kwargs)
                 return _create(_family, _arch, _name, pretrained, **kwargs)
 
             create.__name__ = create.__qualname__ = name

@@ -5,6 +5,7 @@ import pytest
 import timm
 import torch
 from timm.data import resolve_model_data_config
+from timm.models import save_for_hf
 from timm.optim import create_optimizer_v2, param_groups_layer_decay
 from timm.utils import ModelEmaV3
 from torch import nn
@@ -55,6 +56,8 @@ def test_the_parts_of_a_classifier_make_the_whole(name):
     assert model(x).shape == (2, model.head_hidden_size)
     model.reset_classifier(3)
     assert model(x).shape == (2, 3)
+    model.double().reset_classifier(4)
+    assert model.head.weight.dtype is torch.float64
     modules = dict(model.named_modules())
     assert {
         model.pretrained_cfg['first_conv'],
@@ -82,20 +85,56 @@ def test_features_only_gives_the_maps_of_the_backbone(name):
         assert torch.equal(a, b)
     assert model.feature_info.channels() == CHANNELS[name]
     assert model.feature_info.reduction() == [4, 8, 16, 32]
-    part = create(name, features_only=True, out_indices=(1, 2))
-    assert [o.shape[1] for o in part(x)] == CHANNELS[name][1:3] == part.feature_info.channels()
+    modules = dict(model.model.named_modules())
+    assert all(name in modules for name in model.feature_info.module_name())
 
 
-@pytest.mark.parametrize('name', [name for name in SMALL if 'deit' not in name])
+@pytest.mark.parametrize(
+    'asked, given', [((1, 2), (1, 2)), (2, (2, 3)), ((-1,), (3,)), ((2, 0, 2), (0, 2))]
+)
+@torch.no_grad()
+def test_stages_are_chosen_as_timm_does_it_and_described_as_they_come(asked, given):
+    model = create('partialformer_b0', features_only=True, out_indices=asked)
+    maps, channels = model(image()), CHANNELS['partialformer_b0']
+    assert [m.shape[1] for m in maps] == model.feature_info.channels()
+    assert model.feature_info.channels() == [channels[i] for i in given]
+    assert model.feature_info.reduction() == [96 // m.shape[2] for m in maps]
+
+
+maps_of_classifiers = pytest.mark.parametrize('name', [n for n in SMALL if 'deit' not in n])
+
+
+@maps_of_classifiers
 @torch.no_grad()
 def test_intermediates_of_a_classifier_end_with_its_features(name):
     model, x = create(name), image()
     last, maps = model.forward_intermediates(x)
-    assert torch.equal(last, model.forward_features(x)) and torch.equal(maps[-1], last)
+    norm = model.backbone.norm3
+    assert torch.equal(last, model.forward_features(x))
+    assert torch.equal(norm(maps[-1].permute(0, 2, 3, 1)).permute(0, 3, 1, 2), last)
+    assert torch.equal(model.forward_intermediates(x, norm=True)[1][-1], last)
     assert [m.shape[1] for m in maps] == CHANNELS[name]
     only = model.forward_intermediates(x, indices=(0, 2), intermediates_only=True)
     assert torch.equal(only[0], maps[0]) and torch.equal(only[1], maps[2])
-    assert model.backbone.out_indices == (3,)
+    assert torch.equal(model.forward_features(x), last)
+
+
+@maps_of_classifiers
+@torch.no_grad()
+def test_stages_that_are_not_asked_for_do_not_run_or_are_dropped(name):
+    model, x = create(name), image()
+    maps = model.forward_intermediates(x, intermediates_only=True)
+    ran = []
+    for i, stage in enumerate(model.backbone.stages):
+        stage.blocks[0].register_forward_hook(lambda *_, i=i: ran.append(i))
+    last, _ = model.forward_intermediates(x, indices=[1], stop_early=True)
+    model.forward_intermediates(x, indices=[0], intermediates_only=True)
+    assert ran == [0, 1, 0] and torch.equal(last, maps[1])
+    assert model.prune_intermediate_layers([0, -3]) == [0, 1]
+    assert not [n for n, _ in model.named_parameters() if 'stages.2' in n or 'norm3' in n]
+    assert torch.equal(model(x), maps[1]) and model.num_features == maps[1].shape[1]
+    with pytest.raises(ValueError, match=r'\[2, 3\] were not built'):
+        model.forward_intermediates(x)
 
 
 def test_a_class_token_is_no_map():
@@ -122,59 +161,51 @@ def test_a_checkpoint_of_mmpretrain_loads_with_timm_s_checkpoint_path(name, tmp_
         assert torch.equal(value, model.state_dict()[key] + 0.01)
 
 
-@pytest.mark.parametrize('indices', [(0, 1, 2, 3), (1, 3), (2,)])
 @small
 @torch.no_grad()
-def test_maps_load_from_a_classifier(name, indices, tmp_path):
+def test_a_classifier_s_weights_make_maps(name, tmp_path):
     classifier = create(name, num_classes=4)
-    state = {key: value + 0.01 for key, value in classifier.state_dict().items()}
-    classifier.load_state_dict(state)
-    torch.save(state, tmp_path / 'c.pth')
-    kwargs = dict(features_only=True, out_indices=indices)
-    maps = create(name, checkpoint_path=str(tmp_path / 'c.pth'), **kwargs)
-    blocks = {key: value for key, value in state.items() if 'blocks.' in key}
-    loaded = {key.removeprefix('model.'): value for key, value in maps.state_dict().items()}
-    assert any(key in loaded for key in blocks)
-    assert all(torch.equal(loaded[key], blocks[key]) for key in blocks if key in loaded)
-    assert all(x.isfinite().all() for x in maps(image()))
+    for p in classifier.parameters():
+        p.add_(0.05 * torch.randn_like(p))
+    path = tmp_path / 'classifier.pth'
+    torch.save(classifier.state_dict(), path)
+    kwargs = dict(features_only=True, out_indices=(0, 2))
+    loaded = create(name, **kwargs, checkpoint_path=str(path))
+    other = create(name, **kwargs, pretrained=True, pretrained_cfg_overlay=dict(file=str(path)))
+    torch.manual_seed(0)
+    backbone = type(classifier.backbone)(name.split('_')[-1], out_indices=(0, 2)).eval()
+    backbone.load_pretrained(str(path), 'backbone.')
+    x = image()
+    for a, b, c in zip(loaded(x), other(x), backbone(x), strict=True):
+        assert torch.equal(a, c) and torch.equal(b, c)
     again = create(name, **kwargs)
-    again.load_state_dict(maps.state_dict())
-    for a, b in zip(again(image()), maps(image()), strict=True):
-        assert torch.equal(a, b)
+    again.load_state_dict(loaded.state_dict())
+    assert torch.equal(again(x)[1], loaded(x)[1])
 
 
-@small
+def test_a_checkpoint_of_another_architecture_is_refused():
+    state = create('partialformer_b1').state_dict()
+    with pytest.raises(ValueError, match='the checkpoint is of another architecture'):
+        create('partialformer_b0', features_only=True).load_state_dict(state)
+
+
 @torch.no_grad()
-def test_a_new_head_has_the_type_of_the_model(name):
-    model = create(name).to(torch.float64)
-    model.reset_classifier(3)
-    assert model(image().double()).dtype == torch.float64
-
-
-@small
-def test_pooling_other_than_the_mean_is_refused(name):
-    with pytest.raises(ValueError, match="global_pool must be 'avg' or ''"):
-        create(name, global_pool='max')
-
-
-@pytest.mark.parametrize('name', [n for n in SMALL if 'deit' not in n])
-@torch.no_grad()
-def test_pruned_layers_are_gone_and_the_others_compute_the_same(name):
-    model, x = create(name), image()
-    expected = model.forward_intermediates(x, indices=[0, 1], intermediates_only=True)
-    assert model.prune_intermediate_layers([0, 1]) == [0, 1]
-    assert len(model.backbone.stages) == 2 and isinstance(model.head, nn.Identity)
-    actual = model.forward_intermediates(x, indices=[0, 1], intermediates_only=True)
-    assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
-    with pytest.raises(ValueError, match='pruned'):
-        model.forward_intermediates(x)
-
-
-@small
-def test_features_are_those_of_the_modules_that_the_info_names(name):
-    model = create(name)
-    modules = dict(model.named_modules())
-    assert all(info['module'] in modules for info in model.feature_info)
+def test_own_weights_serve_as_pretrained_ones(tmp_path):
+    model, x = create('partialformer_b0', num_classes=4), image()
+    save_for_hf(model, tmp_path, safe_serialization='both')
+    loaded = create(f'local-dir:{tmp_path}', pretrained=True)
+    assert torch.equal(loaded(x), model(x))
+    state = {k.replace('head.', 'head.fc.'): v for k, v in model.state_dict().items()}
+    grey = create(
+        'partialformer_b0',
+        num_classes=2,
+        in_chans=1,
+        pretrained=True,
+        pretrained_cfg_overlay=dict(state_dict=state, num_classes=4),
+    )
+    stem = 'backbone.stages.0.patch_embed.proj.weight'
+    torch.testing.assert_close(grey.state_dict()[stem], state[stem].sum(1, keepdim=True))
+    assert grey(image(channels=1)).shape == (2, 2)
 
 
 @small
@@ -190,8 +221,9 @@ def test_optimizers_spare_what_decay_would_harm_and_decay_rates_by_layer(name):
     stem = next(p for n, p in model.named_parameters() if 'patch_embed.proj.weight' in n)
     assert scales[id(stem)] == min(scales.values())
     assert scales[id(model.head.weight)] == max(scales.values()) == 1.0
-    depths = len(model.backbone.all_blocks())
-    assert len(set(scales.values())) >= depths + 1
+    blocks = model.backbone.all_blocks()
+    assert len(set(scales.values())) == len(blocks) + 2
+    assert scales[id(blocks[-1].norm1.weight)] == 0.5
 
 
 @small
@@ -210,9 +242,41 @@ def test_checkpointing_is_switched_on():
     assert model.backbone.with_cp
 
 
-def test_pretrained_weights_that_do_not_exist_are_refused():
-    with pytest.raises(ValueError, match='published'):
-        timm.create_model('partialformer_b3', pretrained=True)
+@pytest.mark.parametrize(
+    'kwargs, message',
+    [
+        (dict(pretrained=True), 'No weights of partialformer_b0 have been published'),
+        (dict(pretrained=True, features_only=True), 'published'),
+        (dict(window_size=7), "no argument 'window_size'; there are .*drop_rate"),
+        (dict(arch='b1'), "no argument 'arch'"),
+        (dict(img_size=384), 'takes images of any size'),
+        (dict(init_cfg=dict(type='Pretrained')), "no argument 'init_cfg'"),
+        (dict(out_indices=(1,)), 'features_only=True'),
+        (dict(features_only=True, out_indices=(0, 4)), r'\(0, 4\) does not choose'),
+        (dict(features_only=True, out_indices=()), r'\(\) does not choose'),
+        (dict(features_only=True, feature_cls='hook'), 'getter'),
+        (dict(global_pool='max'), "'avg' or '' here, not 'max'"),
+        (dict(global_pool=''), 'A head needs pooled features'),
+    ],
+)
+def test_what_cannot_be_done_is_refused_in_a_sentence(kwargs, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        timm.create_model('partialformer_b0', **kwargs)
+
+
+def test_what_the_head_is_given_can_be_chosen():
+    model, x = create('partialformer_b0', num_classes=0, global_pool=''), image()
+    assert model(x).shape == (2, 256, 3, 4)
+    with pytest.raises(ValueError, match='A head needs pooled features'):
+        model.reset_classifier(3)
+    model.reset_classifier(3, 'avg')
+    assert model(x).shape == (2, 3)
+    assert create('integrated_deit_tiny', num_classes=3, global_pool='token')(x).shape == (2, 3)
+
+
+def test_device_and_type_can_be_chosen():
+    model = create('partialformer_b0', dtype=torch.float64, device='meta')
+    assert {(p.dtype, p.device.type) for p in model.parameters()} == {(torch.float64, 'meta')}
 
 
 def test_the_backbone_is_the_one_of_openmmlab():
@@ -228,3 +292,22 @@ def test_the_backbone_is_the_one_of_openmmlab():
     with torch.no_grad():
         assert torch.equal(backbone(x)[0], model.forward_features(x))
     assert isinstance(model.head, nn.Linear)
+
+
+@pytest.mark.parametrize('indices', [(0, 1, 2, 3), (1, 3), (2,)])
+@small
+@torch.no_grad()
+def test_maps_of_any_stages_load_from_a_classifier_s_file(name, indices, tmp_path):
+    classifier = create(name, num_classes=4)
+    state = {key: value + 0.01 for key, value in classifier.state_dict().items()}
+    torch.save(state, tmp_path / 'c.pth')
+    kwargs = dict(features_only=True, out_indices=indices)
+    maps = create(name, checkpoint_path=str(tmp_path / 'c.pth'), **kwargs)
+    blocks = {key: value for key, value in state.items() if 'blocks.' in key}
+    loaded = {key.removeprefix('model.'): value for key, value in maps.state_dict().items()}
+    assert any(key in loaded for key in blocks)
+    assert all(torch.equal(loaded[key], blocks[key]) for key in blocks if key in loaded)
+    again = create(name, **kwargs)
+    again.load_state_dict(maps.state_dict())
+    for a, b in zip(again(image()), maps(image()), strict=True):
+        assert a.isfinite().all() and torch.equal(a, b)

@@ -85,6 +85,7 @@ class PyramidBackbone(BaseModule):
     Attributes:
         out_channels (list[int]): Channels of each returned feature map.
         out_strides (list[int]): Image pixels per cell of each returned feature map.
+        stage_channels (list[int]): Channels of all four stages, returned or not.
     """
 
     arch_zoo: ClassVar[dict[str, dict[str, Any]]]
@@ -180,6 +181,7 @@ class PyramidBackbone(BaseModule):
             channels: Channels of every stage.
             strides: Stride of every stage in pixels.
         """
+        self.stage_channels = list(channels)
         self.out_channels = [channels[i] for i in self.out_indices]
         self.out_strides = [strides[i] for i in self.out_indices]
         for i in self.out_indices:
@@ -296,7 +298,19 @@ class PyramidBackbone(BaseModule):
         Raises:
             ValueError: Nothing matched, or the checkpoint is of another architecture.
         """
-        state = self.adapt_state(select_prefix(read_state_dict(path), prefix, path))
+        self.load_weights(select_prefix(read_state_dict(path), prefix, path), path)
+
+    def load_weights(self, state: dict[str, Tensor], path: str) -> None:
+        """Load a checkpoint's state dict as :meth:`load_pretrained` does.
+
+        Args:
+            state: The weights, named as in a backbone.
+            path: What to call them in messages.
+
+        Raises:
+            ValueError: Nothing matched, or they are of another architecture.
+        """
+        state = self.adapt_state(state)
         own = self.state_dict()
         matched = [key for key in state if key in own]
         if not matched:

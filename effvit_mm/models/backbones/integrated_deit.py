@@ -486,12 +486,12 @@ class IntegratedDeiT(PyramidBackbone):
                 adapted[key] = value
         return adapted
 
-    def load_pretrained(self, path: str, prefix: str | None = None) -> None:
-        """See :meth:`PyramidBackbone.load_pretrained`. Un-projections that the checkpoint lacks
+    def load_weights(self, state: dict[str, Tensor], path: str) -> None:
+        """See :meth:`PyramidBackbone.load_weights`. Un-projections that the checkpoint lacks
         start from its aggregations."""
         own = self.unprojections if self.out_type == 'pyramid' else {}
         before = {i: module.weight.clone() for i, module in own.items()}
-        super().load_pretrained(path, prefix)
+        super().load_weights(state, path)
         if before and all(torch.equal(before[i], own[i].weight) for i in before):
             self.reset_unprojections()
 
