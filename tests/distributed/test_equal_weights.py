@@ -25,14 +25,13 @@ VARIANTS = {
 
 
 def cases():
-    """All, those that take long marked: LaViT, with its loss, stands for the others where images
-    are scenes."""
+    """All; LaViT, with its loss, stands for the others in a fast run, besides
+    ``tests/contract/test_training.py``, where two processes train all families."""
     for framework in FRAMEWORKS:
         for family in FAMILIES:
             for variant in VARIANTS:
                 name = family.name
-                fast = variant == 'plain' and (framework == 'mmpretrain' or name == 'LaViT')
-                fast |= framework == 'mmpretrain' and variant == 'frozen stages'
+                fast = variant == 'plain' and name == 'LaViT'
                 marks = [] if fast else [pytest.mark.slow]
                 values = framework, name, variant
                 yield pytest.param(*values, marks=marks, id='-'.join(values))
@@ -82,6 +81,7 @@ def frozen_names(name):
     return {f'backbone.{n}' for n, _ in model.named_parameters() if family.is_frozen(n, 1)}
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_averaged_would_be_seen(one, two, digits_root, tmp_path):
     """Two processes with half of the images each and twice the learning rate differ by far more
     than the tolerance."""

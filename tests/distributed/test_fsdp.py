@@ -72,6 +72,7 @@ def test_sharded_parameters_have_the_decay_and_learning_rate_of_whole_ones(
     assert len(set(groups[0].values())) > 10
 
 
+@pytest.mark.slow
 def test_deciding_by_the_number_of_dimensions_is_an_error(two, digits_root, tmp_path):
     need('mmpretrain')
     settings = {'optim_wrapper.paramwise_cfg': dict(flat_decay_mult=0.0)}
@@ -80,6 +81,7 @@ def test_deciding_by_the_number_of_dimensions_is_an_error(two, digits_root, tmp_
         two.call(train, case, 2, digits_root, str(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('resumed_by', [2, 1])
 def test_a_sharded_run_goes_on_as_if_never_stopped(resumed_by, one, two, digits_root, tmp_path):
     """Also in another number of processes; the images of a step are the same."""
