@@ -9,6 +9,7 @@ from . import engine, models  # noqa: F401  (registration)
 from .engine import AuxiliaryLossHook
 from .models.backbones import DGSSASwin, IntegratedDeiT, LaViT, PartialFormer
 from .models.losses import DiagonalityPreservingLoss, TokenDistillationLoss
+from .paths import config_path
 from .version import __version__
 
 __all__ = [
@@ -20,4 +21,5 @@ __all__ = [
     'PartialFormer',
     'TokenDistillationLoss',
     '__version__',
+    'config_path',
 ]
