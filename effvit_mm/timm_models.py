@@ -86,10 +86,8 @@ class TimmModel(nn.Module):
             for i in range(NUM_STAGES - 1):
                 self.backbone.add_module(f'norm{i}', nn.Identity())
         is_deit = isinstance(self.backbone, IntegratedDeiT)
-        names = [
-            f'blocks.{self.backbone.taps[i]}' if is_deit else f'stages.{i}'
-            for i in range(NUM_STAGES)
-        ]
+        layers = [f'blocks.{i}' for i in self.backbone.taps] if is_deit else None
+        names = layers or [f'stages.{i}' for i in range(NUM_STAGES)]
         self.feature_info = [
             dict(num_chs=dim, reduction=stride, module=f'backbone.{name}')
             for dim, stride, name in zip(self.backbone.stage_channels, STRIDES, names, strict=True)

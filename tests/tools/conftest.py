@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,3 +20,13 @@ def load_tool():
         return module
 
     return load
+
+
+@pytest.fixture(scope='session')
+def digits_root(tmp_path_factory):
+    """A folder with a few of the embedded pictures in data/digits."""
+    root = tmp_path_factory.mktemp('root')
+    counts = ['--num-train', '4', '--num-val', '2']
+    counts += ['--num-classification-train', '20', '--num-classification-val', '10']
+    subprocess.run([sys.executable, TOOLS / 'prepare_digits.py', *counts], cwd=root, check=True)
+    return root

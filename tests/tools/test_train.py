@@ -139,16 +139,6 @@ def test_the_coco_command_trains_and_evaluates_and_its_result_is_tested(coco, tm
     assert metrics['coco/segm_mAP'] == evaluation['coco/segm_mAP']
 
 
-@pytest.fixture(scope='module')
-def digits_root(tmp_path_factory):
-    """A folder with a few of the embedded pictures in data/digits."""
-    root = tmp_path_factory.mktemp('root')
-    counts = ['--num-train', 4, '--num-val', 2]
-    counts += ['--num-classification-train', 20, '--num-classification-val', 10]
-    succeed('prepare_digits.py', *counts, cwd=root)
-    return root
-
-
 def test_a_classifier_is_resumed_tested_and_becomes_a_detectors_backbone(digits_root, tmp_path):
     pytest.importorskip('mmpretrain')
     config, work_dir = CONFIGS / 'classifier_partialformer_b0_digits.py', tmp_path / 'classifier'

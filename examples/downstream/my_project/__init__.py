@@ -1,2 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-from .backbones import CoordPartialFormer  # noqa: F401 (registration)
+"""A project that builds on effvit_mm. Importing it registers its modules."""
+
+from .backbones import GatedPartialFormer
+
+__all__ = ['GatedPartialFormer']
