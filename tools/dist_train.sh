@@ -1,20 +1,21 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Usage: tools/dist_train.sh CONFIG GPUS [arguments of tools/train.py]
-# Without a GPU, GPUS is the number of processes. Over several machines, set on each of them
-# NNODES, NODE_RANK and MASTER_ADDR; PORT if the default is taken. If a process ends early, all do.
+# Without a GPU, GPUS is the number of processes. One machine finds a free port by itself, unless PORT
+# is set. Over several machines, set on each of them NNODES, NODE_RANK, MASTER_ADDR, and PORT if
+# 29500 is taken. If a process ends early, all do.
 set -e
 if [ $# -lt 2 ]; then
     echo "usage: $0 CONFIG GPUS [arguments of tools/train.py]" >&2
     exit 2
 fi
+meeting=(--standalone)
+if [ "${NNODES:-1}" != 1 ] || [ -n "${PORT:-}" ]; then
+    meeting=(--nnodes="${NNODES:-1}" --node_rank="${NODE_RANK:-0}"
+        --master_addr="${MASTER_ADDR:-127.0.0.1}" --master_port="${PORT:-29500}")
+fi
 
-python -m torch.distributed.run \
-    --nnodes="${NNODES:-1}" \
-    --node_rank="${NODE_RANK:-0}" \
-    --master_addr="${MASTER_ADDR:-127.0.0.1}" \
-    --master_port="${PORT:-29500}" \
-    --nproc_per_node="$2" \
+python -m torch.distributed.run "${meeting[@]}" --nproc_per_node="$2" \
     "$(dirname "$0")/train.py" "$1" --launcher pytorch "${@:3}" || {
     status=$?
     echo "error: a training process failed, see above; the others were stopped. If a checkpoint was" \

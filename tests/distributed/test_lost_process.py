@@ -22,7 +22,6 @@ from effvit_mm.engine.launch import build_model
 
 from .conftest import ROOT
 from .digits import GLOBAL_BATCH, Case, make_config
-from .workers import free_port
 
 #: seconds: PyTorch's launcher gives the processes that are left 30 to end by themselves
 BOUND = 60
@@ -31,7 +30,7 @@ BOUND = 60
 def environment(**more):
     """For a run of a tool with this Python, on the CPU."""
     path = f'{Path(sys.executable).parent}{os.pathsep}{os.environ["PATH"]}'
-    more |= dict(PATH=path, CUDA_VISIBLE_DEVICES='-1', OMP_NUM_THREADS='1', PORT=str(free_port()))
+    more |= dict(PATH=path, CUDA_VISIBLE_DEVICES='-1', OMP_NUM_THREADS='1')
     return {**os.environ, **more}
 
 
