@@ -28,6 +28,7 @@ from .utils import (
     full_precision,
     is_captured,
     map_to_tokens,
+    mix_tokens,
     tokens_to_map,
 )
 
@@ -185,7 +186,7 @@ class ScoreTransformation(nn.Module):
             if self.psi_delta is None:
                 return scores
             psi = at_least_float32(self.psi_identity + self.psi_delta)
-            return tiling.join(psi @ tiling.cut(scores.flatten(2))).view_as(scores)
+            return tiling.join(mix_tokens(psi, tiling.cut(scores.flatten(2)))).view_as(scores)
 
 
 class AttentionDownsample(nn.Module):

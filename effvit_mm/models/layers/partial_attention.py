@@ -16,7 +16,14 @@ from timm.layers import trunc_normal_
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .utils import CACHE_BLOCK, at_least_float32, blocks_pay, check_heads, full_precision
+from .utils import (
+    CACHE_BLOCK,
+    at_least_float32,
+    blocks_pay,
+    check_heads,
+    full_precision,
+    mix_tokens,
+)
 
 MASKED = -1e30  # a large finite float32: -inf would become NaN where a whole row is masked
 MANY_QUERIES = (
@@ -151,10 +158,10 @@ class HeadMLP(nn.Module):
     def forward(self, logits: Tensor) -> Tensor:
         """``(B, h, n, m)`` logits to ``(B, h, n, m)`` weights of the same dtype."""
         batch, _, n, m = logits.shape
-        expand = (self.expand_identity + self.expand_delta).to(logits.dtype)
-        reduce = (self.reduce_identity + self.reduce_delta).to(logits.dtype)
-        mixed = (expand @ logits.flatten(2)).view(batch, -1, n, m).softmax(dim=3)
-        return (reduce @ mixed.flatten(2)).view(batch, -1, n, m)
+        expand = self.expand_identity + self.expand_delta
+        reduce = self.reduce_identity + self.reduce_delta
+        mixed = mix_tokens(expand, logits.flatten(2)).view(batch, -1, n, m).softmax(dim=3)
+        return mix_tokens(reduce, mixed.flatten(2)).view(batch, -1, n, m)
 
 
 class MixedMultiHeadAttention(nn.Module):

@@ -13,14 +13,7 @@ from timm.layers import trunc_normal_
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-
-def mix_tokens(weight: Tensor, x: Tensor) -> Tensor:
-    """``W X`` for ``W (m, n)`` and ``X (B, n, C)``.
-
-    ``weight @ x`` would transpose ``x`` where ``weight`` asks for a gradient, which costs 2.5 times
-    as much.
-    """
-    return torch.bmm(weight.to(x.dtype).expand(x.shape[0], -1, -1), x)
+from .utils import mix_tokens
 
 
 class GLAD(nn.Module):

@@ -12,9 +12,9 @@ from effvit_mm.models.layers.token_aggregation import (
     Unprojection,
     balanced_rotation,
     linear_start,
-    mix_tokens,
     ridge_unprojection,
 )
+from effvit_mm.models.layers.utils import mix_tokens
 
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:
