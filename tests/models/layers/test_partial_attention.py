@@ -6,6 +6,7 @@ from fractions import Fraction
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from effvit_mm.models.backbones.partialformer import PartialBlock
 from effvit_mm.models.layers.partial_attention import (
@@ -129,6 +130,21 @@ def test_sqa_gradients_equal_those_of_explicit_keys_and_values():
         grads.append((q.grad, x.grad, w.grad))
     for fast, slow in zip(*grads, strict=True):
         torch.testing.assert_close(fast, slow, rtol=1e-11, atol=1e-12)
+
+
+def test_sqa_costs_2_h_c_for_each_token_and_is_linear_in_their_number():
+    def macs(n, heads, dim):
+        counter = FlopCounterMode(display=False)
+        mask = torch.zeros(1, n, dtype=torch.bool)
+        with counter:
+            single_query_attention(
+                double(1, 1, dim), double(1, n, dim), mask, double(3 * dim, dim), heads
+            )
+        return counter.get_total_flops() // 2
+
+    for heads, dim in ((1, 8), (3, 12), (4, 32)):
+        for n in (10, 100, 1000):
+            assert macs(2 * n, heads, dim) - macs(n, heads, dim) == n * 2 * heads * dim
 
 
 def test_sqa_does_not_see_the_foreground():
