@@ -9,7 +9,9 @@ import torch
 from mmengine.config import Config
 from mmengine.registry import MODELS, DefaultScope
 
+from effvit_mm.analysis.cost import analytical_macs
 from effvit_mm.engine.launch import import_framework
+from effvit_mm.models.backbones import IntegratedDeiT
 
 pytest.importorskip('mmpretrain')
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,6 +45,18 @@ def test_a_variant_starts_from_a_checkpoint_of_its_own_and_has_gradients(study, 
     assert all(torch.isfinite(value) for value in losses.values())
     patches = next(m for m in model.backbone.modules() if isinstance(m, torch.nn.Conv2d))
     assert patches.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize('variant', ['Q = 2', 'Q = 1', 'concat', 'downsample'])
+def test_other_aggregations_are_placed_for_about_the_same_cost(variant):
+    study = STUDIES['integrated_deit_digits']
+    macs = []
+    for changes in ({}, study['variants'][variant]):
+        cfg = Config.fromfile(ROOT / study['config'])
+        cfg.merge_from_dict({k: v for k, v in changes.items() if k != 'load_from'})
+        model = IntegratedDeiT(cfg.model.backbone.arch.to_dict(), out_type='cls_token')
+        macs.append(analytical_macs(model, 64, 64))
+    assert macs[1] == pytest.approx(macs[0], rel=0.05)
 
 
 def test_the_studies_reach_every_baseline_and_ablation_of_the_paper():

@@ -89,6 +89,11 @@ def test_local_aggregations_see_2_x_2_neighbours_and_pass_the_class_token(side):
 
 
 @pytest.mark.parametrize('build', [lambda n: ConcatAggregation(3, n), DownsampleAggregation])
+def test_local_aggregations_of_a_deit_leave_49_and_16_patch_tokens(build):
+    assert [build(n).num_out for n in (1 + 196, 1 + 49)] == [1 + 49, 1 + 16]
+
+
+@pytest.mark.parametrize('build', [lambda n: ConcatAggregation(3, n), DownsampleAggregation])
 def test_local_aggregations_refuse_what_is_no_grid(build):
     with pytest.raises(ValueError, match='square grid'):
         build(15)
