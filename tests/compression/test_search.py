@@ -47,6 +47,21 @@ def brute_force(sigma, dim, num_static, num_glads, eta, objective, m_min, step):
     return best
 
 
+@pytest.mark.parametrize('objective', ['raw', 'normalised'])
+def test_the_metric_is_the_sum_of_the_singular_values_that_later_layers_retain(objective):
+    sigma, pyramid = spectra(6, 20), ((3, 12), (5, 7))
+    tokens = [20, 20, 20, 12, 12, 7]
+    found = evaluate_pyramid(sigma, 64, 1, pyramid, objective)
+    assert found.tokens == tuple(tokens)
+    metric = full = 0.0
+    for layer in range(2, 6):  # after layer P = 1
+        total = sum(sigma[layer]) if objective == 'normalised' else 1.0
+        metric += sum(sigma[layer, i] for i in range(tokens[layer])) / total
+        full += sum(sigma[layer]) / total
+    assert found.metric == pytest.approx(metric, rel=1e-12)
+    assert found.retained == pytest.approx(metric / full, rel=1e-12)
+
+
 def test_s_row_of_the_paper_costs_0_457_of_deit_s():
     ratio = cost_ratio(Costs(12, 197, 384), (1, 2), PUBLISHED_PYRAMID)
     assert ratio == pytest.approx(0.457, abs=5e-4)

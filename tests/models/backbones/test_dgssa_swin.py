@@ -238,7 +238,7 @@ def test_the_first_layer_is_never_static():
 
 
 @pytest.mark.parametrize('name,layers', [('tiny', 6), ('small', 12), ('base', 12)])
-def test_the_first_layers_but_one_of_named_architectures_are_static_as_published(name, layers):
+def test_layers_1_to_p_of_named_architectures_are_static_as_published(name, layers):
     with torch.device('meta'):
         model = DGSSASwin(name)
     static = [isinstance(b.attn, StaticWindowAttention) for s in model.stages for b in s.blocks]

@@ -276,6 +276,28 @@ def test_a_block_equals_a_loop_over_single_tokens(ratio, grid):
 
 
 @torch.no_grad()
+def test_stochastic_depth_drops_both_attentions_of_a_sample_or_none():
+    torch.manual_seed(0)
+    block = PartialBlock(12, 3, Fraction(1, 4), drop_path=0.5).double().train()
+    for parameter in (*block.pos_embed.parameters(), *block.mlp.fc2.parameters()):
+        nn.init.zeros_(parameter)
+    x, abstract = double(40, 16, 12), double(40, 1, 12, seed=1)
+    nn.init.normal_(block.sqa.proj.fc2.bias)
+    mask = foreground_mask(split_tokens(x, block.foreground_ratio), 16)
+    out, token = block(x, abstract, 4, 4)
+    changed = (out != x).any(dim=2)
+    whole = [float(changed[sample].float().mean()) for sample in range(40)]
+    assert set(whole) == {0.0, 1.0}
+    assert ((token != abstract).any(dim=2)[:, 0] == changed[:, 0]).all()
+    # what is kept makes up for what is dropped
+    exact = block.eval()(x, abstract, 4, 4)[0] - x
+    kept = changed[:, 0]
+    for group in (mask[kept], ~mask[kept]):
+        expected = 2 * exact[kept][group]
+        torch.testing.assert_close((out - x)[kept][group], expected, rtol=1e-9, atol=1e-12)
+
+
+@torch.no_grad()
 def test_information_crosses_between_the_groups_through_the_abstract_token():
     torch.manual_seed(0)
     block = PartialBlock(12, 3, Fraction(1, 4)).double().eval()

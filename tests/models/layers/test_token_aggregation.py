@@ -148,6 +148,26 @@ def test_the_linear_start_keeps_class_and_patch_tokens_where_a_random_one_loses_
     assert random_error > 2 * error and random_cosine < 0.9
 
 
+def test_the_linear_start_passes_the_class_token_and_spans_the_leading_eigenvectors():
+    x = smooth_tokens(8, 6, 24)
+    gram = torch.einsum('bnc,bmc->nm', x, x) / (len(x) * x.shape[2])
+    start = {k: v.double() for k, v in linear_start(gram, 1.5, 11, 24).items()}
+    weight = start['weight']
+    assert weight[0].tolist() == [1.0] + 36 * [0.0] and not weight[1:, 0].any()
+    rows = weight[1:, 1:]
+    torch.testing.assert_close(rows @ rows.t(), torch.eye(10).double(), rtol=0, atol=1e-5)
+    leading = torch.linalg.eigh(gram[1:, 1:])[1][:, -10:]
+    torch.testing.assert_close(rows.t() @ rows, leading @ leading.t(), rtol=0, atol=1e-5)
+    energies = (rows @ gram[1:, 1:] @ rows.t()).diagonal()
+    torch.testing.assert_close(energies, energies.mean().expand(10), rtol=1e-4, atol=0)
+    # the norm gives back the scale of the new tokens, four times which holds the GELU open
+    before, after = (g.diagonal().sqrt().mean() for g in (gram, weight @ gram @ weight.t()))
+    scale = (1.5 * after / before).expand(24)
+    torch.testing.assert_close(start['norm.weight'], scale, rtol=1e-5, atol=0)
+    torch.testing.assert_close(start['norm.bias'], 4 * scale, rtol=1e-5, atol=0)
+    torch.testing.assert_close(start['pos_embed'], -4 * scale.expand(11, 24), rtol=1e-5, atol=0)
+
+
 def test_the_linear_start_refuses_more_tokens_than_there_are():
     with pytest.raises(ValueError, match='cannot be made'):
         linear_start(torch.eye(5), 1.0, 5, 8)
