@@ -41,6 +41,35 @@ def test_paths_of_ours_in_commands_exist(page):
         assert (ROOT / name).is_file(), f'{page.name} names {name}'
 
 
+FIDELITY = ROOT / 'docs' / 'fidelity.md'
+TEST = re.compile(r'`(tests/[\w/]+\.py)::(\w+)`')
+
+
+def test_every_test_that_the_page_on_fidelity_names_exists():
+    text = FIDELITY.read_text()
+    for name, function in TEST.findall(text):
+        tree = ast.parse((ROOT / name).read_text())
+        found = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+        assert function in found, f'{FIDELITY.name} names {name}::{function}'
+    # and none is named in another way, which would not be looked up
+    spans = [span for span in re.findall(r'`[^`\n]+`', text) if 'test_' in span]
+    assert [span for span in spans if not TEST.fullmatch(span)] == []
+
+
+def test_every_fact_on_the_page_on_fidelity_has_a_test():
+    rows, checked = 0, False
+    for line in FIDELITY.read_text().splitlines():
+        cells = line[1:-1].split('|')
+        if not line.startswith('|'):
+            checked = False
+        elif line.endswith('| checked by |'):
+            checked = True
+        elif checked and not line.startswith('|---'):
+            assert len(cells) == 4 and TEST.search(cells[3]), line
+            rows += 1
+    assert rows > 50
+
+
 def test_the_cost_of_an_architecture_is_computed_as_the_page_on_extending_says(capsys):
     text = (ROOT / 'docs' / 'extending.md').read_text()
     block = next(b for b in re.findall(r'```python\n(.*?)```', text, re.DOTALL) if 'macs' in b)

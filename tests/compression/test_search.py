@@ -7,10 +7,13 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mmengine.config import Config
+from torch.utils.flop_counter import FlopCounterMode
 
+from effvit_mm.analysis.cost import counted_macs
 from effvit_mm.compression.costs import (
     PUBLISHED_PYRAMID,
     Costs,
@@ -19,6 +22,8 @@ from effvit_mm.compression.costs import (
     swin_cost_ratio,
 )
 from effvit_mm.compression.search import evaluate_pyramid, search_architecture
+from effvit_mm.models.backbones import IntegratedDeiT
+from effvit_mm.models.layers.token_aggregation import GLAD
 
 
 def spectra(depth, tokens, seed=0):
@@ -42,9 +47,45 @@ def brute_force(sigma, dim, num_static, num_glads, eta, objective, m_min, step):
     return best
 
 
+@pytest.mark.parametrize('objective', ['raw', 'normalised'])
+def test_the_metric_is_the_sum_of_the_singular_values_that_later_layers_retain(objective):
+    sigma, pyramid = spectra(6, 20), ((3, 12), (5, 7))
+    tokens = [20, 20, 20, 12, 12, 7]
+    found = evaluate_pyramid(sigma, 64, 1, pyramid, objective)
+    assert found.tokens == tuple(tokens)
+    metric = full = 0.0
+    for layer in range(2, 6):  # after layer P = 1
+        total = sum(sigma[layer]) if objective == 'normalised' else 1.0
+        metric += sum(sigma[layer, i] for i in range(tokens[layer])) / total
+        full += sum(sigma[layer]) / total
+    assert found.metric == pytest.approx(metric, rel=1e-12)
+    assert found.retained == pytest.approx(metric / full, rel=1e-12)
+
+
 def test_s_row_of_the_paper_costs_0_457_of_deit_s():
     ratio = cost_ratio(Costs(12, 197, 384), (1, 2), PUBLISHED_PYRAMID)
     assert ratio == pytest.approx(0.457, abs=5e-4)
+
+
+def test_layers_and_glads_cost_what_the_paper_says_by_formula_and_counted():
+    n, d, m = 17, 24, 9
+    costs = Costs(6, n, d)
+    assert costs.dynamic_layer(n) == 4 * n * d**2 + 2 * n**2 * d + 8 * n * d**2
+    assert costs.static_layer(n) == 2 * n * d**2 + n**2 * d + 8 * n * d**2
+    assert costs.glad(n, m) == m * n * d
+
+    def counted(depth, static_layers):
+        fields = dict(depth=depth, static_layers=static_layers, pyramid=())
+        sizes = dict(embed_dims=d, num_heads=2, image_size=64)
+        return counted_macs(IntegratedDeiT({**sizes, **fields}), 64, 64)
+
+    assert counted(7, ()) - counted(6, ()) == costs.dynamic_layer(n)
+    saved = costs.dynamic_layer(n) - costs.static_layer(n)
+    assert counted(6, ()) - counted(6, (1, 2)) == 2 * saved
+    counter = FlopCounterMode(display=False)
+    with counter:
+        GLAD(d, n, m)(torch.zeros(1, n, d))
+    assert counter.get_total_flops() // 2 == costs.glad(n, m)
 
 
 def test_s_row_costs_0_464_with_embedding_and_head():

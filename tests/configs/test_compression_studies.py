@@ -9,7 +9,9 @@ import torch
 from mmengine.config import Config
 from mmengine.registry import MODELS, DefaultScope
 
+from effvit_mm.analysis.cost import analytical_macs
 from effvit_mm.engine.launch import import_framework
+from effvit_mm.models.backbones import IntegratedDeiT
 
 pytest.importorskip('mmpretrain')
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,6 +47,18 @@ def test_a_variant_starts_from_a_checkpoint_of_its_own_and_has_gradients(study, 
     assert patches.weight.grad.abs().sum() > 0
 
 
+@pytest.mark.parametrize('variant', ['Q = 2', 'Q = 1', 'concat', 'downsample'])
+def test_other_aggregations_are_placed_for_about_the_same_cost(variant):
+    study = STUDIES['integrated_deit_digits']
+    macs = []
+    for changes in ({}, study['variants'][variant]):
+        cfg = Config.fromfile(ROOT / study['config'])
+        cfg.merge_from_dict({k: v for k, v in changes.items() if k != 'load_from'})
+        model = IntegratedDeiT(cfg.model.backbone.arch.to_dict(), out_type='cls_token')
+        macs.append(analytical_macs(model, 64, 64))
+    assert macs[1] == pytest.approx(macs[0], rel=0.05)
+
+
 def test_the_studies_reach_every_baseline_and_ablation_of_the_paper():
     changes = [variant for study in STUDIES.values() for variant in study['variants'].values()]
     settings = {(key, str(value)) for change in changes for key, value in change.items()}
@@ -55,8 +69,12 @@ def test_the_studies_reach_every_baseline_and_ablation_of_the_paper():
         (f'{arch}static_block', 'mlp'),
         (f'{arch}aggregation', 'concat'),
         (f'{arch}aggregation', 'downsample'),
-        (f'{arch}pyramid', '()'),
-        (f'{arch}static_layers', '()'),
+        (f'{arch}pyramid', '()'),  # B1
+        (f'{arch}static_layers', '()'),  # B2
+        (f'{arch}static_layers', '(1, 2, 3, 4, 5, 6)'),  # P
+        (f'{arch}static_layers', '(1, 2, 3, 4, 5, 6, 7, 8, 9)'),
+        (f'{arch}pyramid', '((3, 20),)'),  # Q
+        (f'{arch}pyramid', '((1, 24), (4, 20), (6, 19))'),  # A2, with static layers
         (f'{arch}glad_norm', 'False'),
         (f'{arch}glad_pos_embed', 'False'),
         ('model.token_loss', 'None'),

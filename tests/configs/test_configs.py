@@ -159,6 +159,31 @@ def test_the_benchmark_recipes_are_those_of_the_literature(name):
     assert cfg.auto_scale_lr.base_batch_size == expected[2]
 
 
+@pytest.mark.parametrize(
+    'name', [n for n in OURS if n.startswith('classifier') and not n.endswith('_digits')]
+)
+def test_classifiers_are_trained_with_deit_s_augmentation(name):
+    cfg = load(name)
+    steps = {step['type']: step for step in cfg.train_dataloader.dataset.pipeline}
+    assert {'RandomResizedCrop', 'RandomFlip', 'RandAugment', 'RandomErasing'} <= steps.keys()
+    augment = steps['RandAugment']
+    assert (augment.magnitude_level, augment.magnitude_std, augment.num_policies) == (9, 0.5, 2)
+    assert steps['RandomErasing'].erase_prob == 0.25
+    augments = {augment['type']: augment['alpha'] for augment in cfg.model.train_cfg.augments}
+    assert augments == dict(Mixup=0.8, CutMix=1.0)
+
+
+@pytest.mark.parametrize('name', [n for n in OURS if n.startswith('classifier_')])
+def test_classifiers_average_the_last_map_or_take_the_class_token(name):
+    cfg = load(name)
+    if 'integrated_deit' in name:
+        assert cfg.model.neck is None and cfg.model.backbone.out_type == 'cls_token'
+    else:
+        assert cfg.model.neck.type == 'GlobalAveragePooling'
+        assert tuple(cfg.model.backbone.out_indices) == (3,)
+    assert cfg.model.head.type == 'LinearClsHead'
+
+
 def test_what_follows_the_backbone_has_its_channels(built):
     cfg, model = built
     if cfg.default_scope == 'mmpretrain':

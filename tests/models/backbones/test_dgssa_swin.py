@@ -237,6 +237,14 @@ def test_the_first_layer_is_never_static():
         DGSSASwin(dict(base='tiny', static_layers=(0, 1)))
 
 
+@pytest.mark.parametrize('name,layers', [('tiny', 6), ('small', 12), ('base', 12)])
+def test_layers_1_to_p_of_named_architectures_are_static_as_published(name, layers):
+    with torch.device('meta'):
+        model = DGSSASwin(name)
+    static = [isinstance(b.attn, StaticWindowAttention) for s in model.stages for b in s.blocks]
+    assert static == [0 < layer <= layers for layer in range(len(static))]
+
+
 def test_another_block_than_the_two_is_an_error():
     with pytest.raises(ValueError, match="'attention' or 'mlp', not 'conv'"):
         build(static_block='conv')

@@ -176,6 +176,51 @@ def test_small_has_the_published_tokens_and_the_others_its_shape_at_their_cost()
         assert eta - 0.01 < cost_ratio(costs, arch['static_layers'], arch['pyramid']) <= eta
 
 
+def test_maps_are_taken_before_each_glad_and_at_the_end_to_strides_4_to_32():
+    model = IntegratedDeiT('small')
+    assert model.taps == (2, 4, 6, 11)
+    assert [model.tokens_of[tap] for tap in model.taps] == [197, 127, 77, 35]
+    steps = [(m.factor, m.halvings) for m in model.to_stride.values()]
+    assert steps == [(4, 0), (2, 0), (1, 0), (1, 1)]
+
+
+@torch.no_grad()
+def test_the_way_to_each_stride_is_deconvolution_nothing_or_pooling():
+    model = awake(IntegratedDeiT(ARCH))
+    x = torch.randn(1, 24, 5, 7, dtype=torch.float64)
+    finest, finer, same, coarser = (m for m in model.to_stride.values())
+    assert torch.equal(same(x, 5, 7), x)
+    assert torch.equal(coarser(x, 3, 4), F.max_pool2d(x, 3, stride=2, padding=1))
+    # cell by cell: a deconvolution with kernel 2 and stride 2 makes four of each
+    for module, factor in ((finer, 2), (finest, 4)):
+        deconv, y = module.deconv[0], x
+        out = module(x, 5 * factor, 7 * factor)
+        assert out.shape == (1, 24, 5 * factor, 7 * factor)
+        y = torch.einsum('bchw,cdij->bdhiwj', y, deconv.weight).flatten(4).flatten(2, 3)
+        y = y + deconv.bias.view(-1, 1, 1)
+        if factor == 4:
+            norm, _, deconv = module.deconv[1:]
+            y = F.gelu(F.group_norm(y, 1, norm.weight, norm.bias, norm.eps))
+            y = torch.einsum('bchw,cdij->bdhiwj', y, deconv.weight).flatten(4).flatten(2, 3)
+            y = y + deconv.bias.view(-1, 1, 1)
+        torch.testing.assert_close(out, y, rtol=0, atol=1e-10)
+
+
+@torch.no_grad()
+def test_windows_of_a_new_model_do_not_meet_and_afterwards_by_their_borders():
+    torch.manual_seed(0)
+    model = IntegratedDeiT(ARCH).double().eval()
+    image = torch.randn(1, 3, 64, 128, dtype=torch.float64)
+    other = image.clone()
+    other[..., 64:] += 1
+    a, b = (model(x)[2] for x in (image, other))
+    torch.testing.assert_close(a[..., :4], b[..., :4], rtol=0, atol=1e-12)
+    torch.nn.init.ones_(model.window_mixing['2'].proj.weight)
+    a, b = (model(x)[2] for x in (image, other))
+    torch.testing.assert_close(a[..., :3], b[..., :3], rtol=0, atol=1e-12)
+    assert (a - b)[..., 3].abs().max() > 1e-3
+
+
 @pytest.mark.parametrize('size', [(224, 224), (100, 300)], ids=str)
 @pytest.mark.parametrize(
     'fields', [{}, dict(static_layers=(4,)), dict(static_block='mlp'), dict(pyramid=())], ids=str

@@ -4,14 +4,22 @@
 import copy
 import itertools
 import math
+from importlib import import_module
+from pathlib import Path
 
 import pytest
+import timm
 import torch
+from mmengine.config import Config
+from mmengine.registry import DefaultScope
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from effvit_mm import AuxiliaryLossHook, LaViT
+from effvit_mm.analysis.cost import counted_macs, lavit_score_macs
+from effvit_mm.engine.launch import import_framework
 from effvit_mm.models.layers.less_attention import LessAttention, VanillaAttention
 
 # fewer channels and layers; every kind of layer and stage is there
@@ -76,6 +84,65 @@ def test_named_architectures_meet_the_published_budget(arch):
     assert (macs(model, 224) + head) / 1e9 == pytest.approx(PUBLISHED[arch][1], rel=0.05)
 
 
+@pytest.mark.parametrize(('arch', 'peer'), [('small', 'pvt_v2_b2'), ('base', 'pvt_v2_b3')])
+def test_small_and_base_are_as_deep_as_pvt(arch, peer):
+    with torch.device('meta'):
+        stages = timm.create_model(peer).stages
+    assert LaViT.arch_zoo[arch]['depths'] == tuple(len(stage.blocks) for stage in stages)
+
+
+def test_with_pvt_s_two_layers_in_each_stage_tiny_would_be_too_small_and_small_s_widths_too_large():
+    with torch.device('meta'):
+        tiny, small = (
+            LaViT(dict(base=arch, depths=(2, 2, 2, 2)), out_indices=(3,))
+            for arch in ('tiny', 'small')
+        )
+    params = [sum(p.numel() for p in m.parameters()) / 1e6 for m in (tiny, small)]
+    params = [p + (m.out_channels[0] + 1) / 1e3 for p, m in zip(params, (tiny, small), strict=True)]
+    assert params == pytest.approx([9.99, 13.03], abs=0.01)
+
+
+def test_psi_pays_in_the_last_two_stages_only():
+    """Multiples of the queries, keys and products that the maps replace."""
+    model = LaViT(dict(base='small', query_grids=(56, 28, 14, 7)))
+    costs = lavit_score_macs(model, 224, 224)
+    assert [c.theta / c.plain for c in costs[:2]] == pytest.approx([0.33, 0.20], abs=0.005)
+    assert [c.psi / c.plain for c in costs[:2]] == pytest.approx([21.1, 3.2], abs=0.05)
+    both = [(c.theta + c.psi) / c.plain for c in costs[2:]]
+    assert both == pytest.approx([0.42, 0.07], abs=0.005)
+
+
+class Whole(nn.Module):
+    """A detector or segmentor as a function of images."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(x, mode='tensor')
+
+
+@pytest.mark.parametrize(
+    ('config', 'size', 'gmacs'),
+    [
+        ('upernet_lavit_small', (512, 2048), 908),  # published: 920
+        pytest.param('semantic_fpn_lavit_small', (512, 2048), 152, marks=pytest.mark.slow),
+        pytest.param('semantic_fpn_lavit_small', (512, 512), 38, marks=pytest.mark.slow),
+        pytest.param('retinanet_lavit_tiny', (800, 1280), 183, marks=pytest.mark.slow),
+        pytest.param('retinanet_lavit_small', (800, 1280), 216, marks=pytest.mark.slow),
+    ],
+)
+def test_whole_models_cost_what_the_page_on_fidelity_compares(config, size, gmacs):
+    scope = 'mmdet' if config.startswith('retinanet') else 'mmseg'
+    pytest.importorskip(scope)
+    import_framework(scope)
+    cfg = Config.fromfile(Path(__file__).parents[3] / 'configs' / f'{config}.py')
+    with DefaultScope.overwrite_default_scope(scope):
+        model = import_module(f'{scope}.registry').MODELS.build(cfg.model)
+    assert round(counted_macs(Whole(model), *size) / 1e9) == gmacs
+
+
 def test_macs_grow_linearly_with_pixels():
     model = LaViT('tiny').eval()
     exponent = math.log(macs(model, 896) / macs(model, 224)) / math.log(16)
@@ -138,6 +205,36 @@ def test_scores_stay_those_before_the_softmax():
         for scores in stage:
             assert scores.min() < 0
             assert (scores.sum(3) - 1).abs().max() > 0.1
+
+
+@torch.no_grad()
+def test_a_stage_starts_with_a_convolution_a_norm_and_one_position_encoding():
+    model, x = small().double(), torch.randn(2, 3, 96, 160, dtype=torch.float64)
+    for i, stage in enumerate(model.stages):
+        stride, heads = 2 if i else 4, SMALL['num_heads'][i - 1]
+        scores = torch.zeros(2, x[0, 0].numel(), heads, 49, dtype=torch.float64)
+        tokens, _, grid = stage.enter(x, scores, (96, 160))
+        conv, position = stage.patch_embed.proj, stage.pos_embed.proj
+        x = F.conv2d(x, conv.weight, conv.bias, stride, padding=stride - 1)
+        assert (grid.height, grid.width) == x.shape[2:] == (96 // (4 << i), 160 // (4 << i))
+        x = stage.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        x = x + F.conv2d(x, position.weight, position.bias, padding=1, groups=x.shape[1])
+        torch.testing.assert_close(tokens, x.flatten(2).transpose(1, 2), rtol=1e-10, atol=1e-10)
+
+
+@torch.no_grad()
+def test_a_stage_s_first_scores_are_its_own_plus_the_downsampled_last_ones_of_the_stage_before():
+    model, inputs = small().double(), []
+    for stage in model.stages:
+        stage.blocks[0].attn.register_forward_pre_hook(lambda module, args: inputs.append(args))
+    scores = scores_of(model, torch.randn(2, 3, 96, 160, dtype=torch.float64))
+    for i in (1, 2, 3):
+        attn, (tokens, _, grid) = model.stages[i].blocks[0].attn, inputs[i]
+        own = attn.scores(tokens, attn.k(attn.reduction(tokens, grid)))
+        height, width = 96 // (2 << i), 160 // (2 << i)
+        residual = model.stages[i].attn_downsample(scores[i - 1][-1], height, width)
+        assert residual.abs().max() > 0.01
+        torch.testing.assert_close(scores[i][0], own + residual, rtol=1e-10, atol=1e-10)
 
 
 def test_the_attention_residual_reaches_the_next_stage_s_first_layer():

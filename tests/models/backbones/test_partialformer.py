@@ -3,10 +3,13 @@
 
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 
-from effvit_mm import PartialFormer
+from effvit_mm import DGSSASwin, PartialFormer
+from effvit_mm.analysis.cost import analytical_macs
 from effvit_mm.models.layers.partial_attention import context_score, foreground_mask, split_tokens
 
 SMALL = dict(base_channels=16, depths=(2, 1, 2, 1), num_heads=(1, 2, 4, 8))
@@ -35,6 +38,31 @@ def tokens_before_split(model, image):
     return seen
 
 
+@torch.no_grad()
+def test_a_model_is_its_stages_one_after_the_other():
+    """Convolutions with strides 4, 2, 2, 2, a norm before the last three. The abstract token goes
+    from block to block, and through that norm and a linear layer from stage to stage."""
+    model, x = small().double().eval(), torch.randn(2, 3, 96, 160, dtype=torch.float64)
+    for p in model.parameters():
+        p.add_(torch.randn_like(p), alpha=0.1)
+    abstract = model.stages[0].abstract_token.expand(2, -1, -1)
+    for i, (stage, feature) in enumerate(zip(model.stages, model(x), strict=True)):
+        if i:
+            normed = stage.norm(x.flatten(2).transpose(1, 2))
+            x = normed.transpose(1, 2).reshape(x.shape)
+            abstract = stage.abstract_proj(stage.norm(abstract))
+        conv, stride = stage.patch_embed.proj, 2 if i else 4
+        x = F.conv2d(x, conv.weight, conv.bias, stride, padding=stride - 1)
+        shape, tokens = x.shape, x.flatten(2).transpose(1, 2)
+        assert shape[2:] == (96 // (4 << i), 160 // (4 << i))
+        assert len(stage.blocks) == SMALL['depths'][i]
+        for block in stage.blocks:
+            tokens, abstract = block(tokens, abstract, *shape[2:])
+        x = tokens.transpose(1, 2).reshape(shape)
+        expected = getattr(model, f'norm{i}')(tokens).transpose(1, 2).reshape(shape)
+        torch.testing.assert_close(feature, expected, rtol=1e-10, atol=1e-10)
+
+
 def test_context_scores_vary_between_tokens_in_every_block_of_a_new_model():
     for x in tokens_before_split(PartialFormer('b0').eval(), torch.randn(2, 3, 224, 224)):
         spread = context_score(x).std(dim=1)
@@ -57,6 +85,63 @@ def test_the_split_follows_the_content_of_the_image():
     assert (masks[0] * masks[1]).sum() / masks[1].sum() < 0.5
 
 
+def test_b3_needs_a_quarter_less_than_swin_t():
+    """As published, within the 5 % that B3's own cost may differ by."""
+    with torch.device('meta'):
+        b3 = PartialFormer('b3', out_indices=(3,))
+        swin_t = DGSSASwin(dict(base='tiny', static_layers=()), out_indices=(3,))
+    ratio = analytical_macs(b3, 224, 224) / analytical_macs(swin_t, 224, 224)
+    assert ratio == pytest.approx(1 - 0.25, rel=0.05)
+
+
+def cost_of(base, multipliers, depths, all_keys):
+    """Parameters and MACs at 224² of a classifier with B3's heads and ratios; depths may be arrays.
+
+    Args:
+        base: Base channels.
+        multipliers: Channels of each stage over ``base``.
+        depths: Blocks of each stage.
+        all_keys: Whether keys and values of every token are counted, as the paper has them.
+    """
+    params = macs = 1000 * base * multipliers[3]
+    for i, depth in enumerate(depths):
+        dim, dim_in = base * multipliers[i], base * multipliers[i - 1] if i else 3
+        n, kernel, heads = (56 >> i) ** 2, 9 if i else 49, (2, 4, 8, 16)[i]
+        n_f = -(-n // (64, 16, 4, 2)[i]) + 1
+        # position encoding, MMSA, ChannelMLP, FFN
+        params = params + kernel * dim_in * dim + depth * (9 * dim + 12.5 * dim**2)
+        block = 9 * n * dim + 2 * n_f**2 * dim + 4 * heads**2 * n_f**2 + 8 * n * dim**2
+        if all_keys:
+            block += 2 * n_f * dim**2 + 2 * n * dim**2 + 2 * n * dim
+        else:
+            block += 4 * n_f * dim**2 + 2 * n * heads * dim
+        macs = macs + kernel * n * dim_in * dim + depth * block
+    return params, macs
+
+
+def fewest_blocks_of_b3(multipliers, all_keys):
+    """With 36 M parameters within 3 % and 3.4 GMACs within 5 %, at least two blocks in stages 1 and
+    2 and no more in stage 4 than in stage 3."""
+    depths = np.ix_(range(2, 16), range(2, 16), range(1, 61), range(1, 61))
+    fewest = []
+    for base in range(16, 161, 8):
+        params, macs = cost_of(base, multipliers, depths, all_keys)
+        near = (abs(params / 36e6 - 1) <= 0.03) & (abs(macs / 3.4e9 - 1) <= 0.05)
+        near &= depths[3] <= depths[2]
+        fewest += sum(depths)[near].tolist()
+    return min(fewest)
+
+
+def test_only_doubled_channels_meet_both_published_costs_of_b3_with_few_blocks():
+    b3 = PartialFormer('b3', out_indices=(3,))
+    params, macs = cost_of(80, (1, 2, 4, 8), b3.arch_settings['depths'], all_keys=False)
+    assert params == pytest.approx(sum(p.numel() for p in b3.parameters()) + 640000, rel=0.01)
+    assert macs == pytest.approx(analytical_macs(b3, 224, 224) + 640000, rel=0.01)
+    for all_keys, doubled, multiplied in ((False, 11, 37), (True, 12, 99)):
+        assert fewest_blocks_of_b3((1, 2, 4, 8), all_keys) == doubled
+        assert fewest_blocks_of_b3((1, 2, 3, 4), all_keys) == multiplied
+
+
 def test_the_residual_stream_of_a_new_model_keeps_its_scale():
     x = tokens_before_split(PartialFormer('b4').eval(), torch.randn(1, 3, 64, 64))
     scales = [float(tokens.std()) for tokens in x]
@@ -65,8 +150,9 @@ def test_the_residual_stream_of_a_new_model_keeps_its_scale():
 
 def test_default_ratios_shrink_with_the_stride():
     ratios = [block.foreground_ratio for block in blocks_of(PartialFormer('b0'))]
-    assert ratios == sorted(ratios)
-    assert ratios[0] == Fraction(1, 64) and ratios[-1] == Fraction(1, 2)
+    of_stages = [Fraction(1, 64), Fraction(1, 16), Fraction(1, 4), Fraction(1, 2)]
+    expected = [r for r, depth in zip(of_stages, (2, 2, 5, 2), strict=True) for _ in range(depth)]
+    assert ratios == expected
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,36 @@ def test_the_teacher_is_frozen_in_eval_and_no_part_of_the_student():
         assert glad.norm.weight.grad is None and glad.norm.bias.grad is None
 
 
+@torch.no_grad()
+def test_the_teacher_s_glads_start_as_all_of_the_student_s_up_to_the_same_layer():
+    model = build().double()
+    images, samples = batch()
+    assert not model.teacher_glads_started
+    model.loss(images.double(), samples)
+    first, second = (model.backbone.aggregations[layer] for layer in ('2', '3'))
+    x = torch.randn(3, 17, 24, dtype=torch.float64)
+    expected = {'2': first.weight @ x, '3': second.weight @ (first.weight @ x)}
+    for layer, norm in (('2', first.norm), ('3', second.norm)):
+        y = torch.nn.functional.gelu(norm(expected[layer]))
+        torch.testing.assert_close(model.teacher_glads[layer].project(x), y)
+        assert model.teacher_glads[layer].pos_embed is None
+    # once: what training makes of them stays
+    weight = model.teacher_glads['3'].weight
+    weight.mul_(2)
+    before = weight.clone()
+    model.loss(images.double(), samples)
+    assert torch.equal(weight, before)
+
+
+def test_the_logged_variance_is_that_of_the_teacher_s_tokens():
+    model = build().double()
+    images, samples = batch()
+    variance = model.loss(images.double(), samples)['token_variance']
+    _, tokens = model.teach(images.double())
+    sides = [model.teacher_glads[str(layer)].project(x) for layer, x in tokens.items()]
+    torch.testing.assert_close(variance, sum(y.var() for y in sides) / 2)
+
+
 def test_every_parameter_that_is_trained_gets_a_gradient():
     model = build().double()
     images, samples = batch()

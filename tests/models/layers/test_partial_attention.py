@@ -6,6 +6,7 @@ from fractions import Fraction
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from effvit_mm.models.backbones.partialformer import PartialBlock
 from effvit_mm.models.layers.partial_attention import (
@@ -129,6 +130,21 @@ def test_sqa_gradients_equal_those_of_explicit_keys_and_values():
         grads.append((q.grad, x.grad, w.grad))
     for fast, slow in zip(*grads, strict=True):
         torch.testing.assert_close(fast, slow, rtol=1e-11, atol=1e-12)
+
+
+def test_sqa_costs_2_h_c_for_each_token_and_is_linear_in_their_number():
+    def macs(n, heads, dim):
+        counter = FlopCounterMode(display=False)
+        mask = torch.zeros(1, n, dtype=torch.bool)
+        with counter:
+            single_query_attention(
+                double(1, 1, dim), double(1, n, dim), mask, double(3 * dim, dim), heads
+            )
+        return counter.get_total_flops() // 2
+
+    for heads, dim in ((1, 8), (3, 12), (4, 32)):
+        for n in (10, 100, 1000):
+            assert macs(2 * n, heads, dim) - macs(n, heads, dim) == n * 2 * heads * dim
 
 
 def test_sqa_does_not_see_the_foreground():
@@ -257,6 +273,28 @@ def test_a_block_equals_a_loop_over_single_tokens(ratio, grid):
     slow = slow_block(block, x, abstract, *grid)
     torch.testing.assert_close(fast[0], slow[0], rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(fast[1], slow[1], rtol=1e-10, atol=1e-10)
+
+
+@torch.no_grad()
+def test_stochastic_depth_drops_both_attentions_of_a_sample_or_none():
+    torch.manual_seed(0)
+    block = PartialBlock(12, 3, Fraction(1, 4), drop_path=0.5).double().train()
+    for parameter in (*block.pos_embed.parameters(), *block.mlp.fc2.parameters()):
+        nn.init.zeros_(parameter)
+    x, abstract = double(40, 16, 12), double(40, 1, 12, seed=1)
+    nn.init.normal_(block.sqa.proj.fc2.bias)
+    mask = foreground_mask(split_tokens(x, block.foreground_ratio), 16)
+    out, token = block(x, abstract, 4, 4)
+    changed = (out != x).any(dim=2)
+    whole = [float(changed[sample].float().mean()) for sample in range(40)]
+    assert set(whole) == {0.0, 1.0}
+    assert ((token != abstract).any(dim=2)[:, 0] == changed[:, 0]).all()
+    # what is kept makes up for what is dropped
+    exact = block.eval()(x, abstract, 4, 4)[0] - x
+    kept = changed[:, 0]
+    for group in (mask[kept], ~mask[kept]):
+        expected = 2 * exact[kept][group]
+        torch.testing.assert_close((out - x)[kept][group], expected, rtol=1e-9, atol=1e-12)
 
 
 @torch.no_grad()

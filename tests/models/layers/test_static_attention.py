@@ -198,6 +198,9 @@ def test_a_local_start_looks_at_the_neighbour_of_each_head():
     middle = 2 * 5 + 2
     for head, (dy, dx) in enumerate(nearest_offsets(5)):
         assert logits[head, middle].argmax() == middle + 5 * dy + dx
+        for a, b in ((0, 0), (3, 21), (12, 8), (24, 1)):
+            down, right = b // 5 - a // 5 - dy, b % 5 - a % 5 - dx
+            assert logits[head, a, b] == -(down**2 + right**2)
     with pytest.raises(ValueError, match='square grid'):
         local_logits(5, 23)
 
@@ -212,6 +215,8 @@ def test_every_start_is_a_distribution_but_the_random_matrix(init):
         torch.testing.assert_close(matrix.sum(-1), torch.ones(HEADS, 10))
     else:
         assert matrix.std().item() == pytest.approx(0.1, rel=0.2)
+        wide = StaticWindowAttention(DIM, HEADS, 49, init=init)
+        assert wide.logits.std().item() == pytest.approx(0.02, rel=0.1)
     with pytest.raises(ValueError, match="'other'"):
         StaticAttention(DIM, HEADS, 10, init='other')
 

@@ -89,6 +89,11 @@ def test_local_aggregations_see_2_x_2_neighbours_and_pass_the_class_token(side):
 
 
 @pytest.mark.parametrize('build', [lambda n: ConcatAggregation(3, n), DownsampleAggregation])
+def test_local_aggregations_of_a_deit_leave_49_and_16_patch_tokens(build):
+    assert [build(n).num_out for n in (1 + 196, 1 + 49)] == [1 + 49, 1 + 16]
+
+
+@pytest.mark.parametrize('build', [lambda n: ConcatAggregation(3, n), DownsampleAggregation])
 def test_local_aggregations_refuse_what_is_no_grid(build):
     with pytest.raises(ValueError, match='square grid'):
         build(15)
@@ -141,6 +146,26 @@ def test_the_linear_start_keeps_class_and_patch_tokens_where_a_random_one_loses_
     assert error < 0.3 and cosine > 0.99
     random_error, random_cosine = lost(GLAD(96, 197, 77).double())
     assert random_error > 2 * error and random_cosine < 0.9
+
+
+def test_the_linear_start_passes_the_class_token_and_spans_the_leading_eigenvectors():
+    x = smooth_tokens(8, 6, 24)
+    gram = torch.einsum('bnc,bmc->nm', x, x) / (len(x) * x.shape[2])
+    start = {k: v.double() for k, v in linear_start(gram, 1.5, 11, 24).items()}
+    weight = start['weight']
+    assert weight[0].tolist() == [1.0] + 36 * [0.0] and not weight[1:, 0].any()
+    rows = weight[1:, 1:]
+    torch.testing.assert_close(rows @ rows.t(), torch.eye(10).double(), rtol=0, atol=1e-5)
+    leading = torch.linalg.eigh(gram[1:, 1:])[1][:, -10:]
+    torch.testing.assert_close(rows.t() @ rows, leading @ leading.t(), rtol=0, atol=1e-5)
+    energies = (rows @ gram[1:, 1:] @ rows.t()).diagonal()
+    torch.testing.assert_close(energies, energies.mean().expand(10), rtol=1e-4, atol=0)
+    # the norm gives back the scale of the new tokens, four times which holds the GELU open
+    before, after = (g.diagonal().sqrt().mean() for g in (gram, weight @ gram @ weight.t()))
+    scale = (1.5 * after / before).expand(24)
+    torch.testing.assert_close(start['norm.weight'], scale, rtol=1e-5, atol=0)
+    torch.testing.assert_close(start['norm.bias'], 4 * scale, rtol=1e-5, atol=0)
+    torch.testing.assert_close(start['pos_embed'], -4 * scale.expand(11, 24), rtol=1e-5, atol=0)
 
 
 def test_the_linear_start_refuses_more_tokens_than_there_are():
