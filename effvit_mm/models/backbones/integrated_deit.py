@@ -371,9 +371,9 @@ class IntegratedDeiT(PyramidBackbone):
             m < 2 or m >= n for n, m in itertools.pairwise(tokens)
         ):
             raise ValueError(f'pyramid: tokens must fall from {tokens[0]}, not {tokens[1:]}.')
-        if not all(0 <= layer < depth for layer in a['static_layers']):
+        if not all(0 < layer < depth for layer in a['static_layers']):
             raise ValueError(
-                f'static_layers must lie in 0…{depth - 1}, not {tuple(a["static_layers"])}.'
+                f'static_layers must lie in 1…{depth - 1}, not {tuple(a["static_layers"])}.'
             )
         taps = a['taps']
         if taps is not None and (

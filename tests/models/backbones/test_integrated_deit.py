@@ -260,3 +260,8 @@ def test_a_classifier_s_export_and_trace_serve_one_window_and_many():
         x = torch.randn(size[0], 3, *size[1:])
         for run in (program, trace):
             torch.testing.assert_close(run(x)[0], model(x)[0], rtol=0, atol=1e-5)
+
+
+def test_the_first_layer_is_never_static():
+    with pytest.raises(ValueError, match=r'static_layers must lie in 1…11, not \(0, 1\)'):
+        IntegratedDeiT(dict(base='tiny', static_layers=(0, 1)))
