@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """timm's interface, checked as timm checks its own models."""
 
+import os
+import re
+from pickle import UnpicklingError
+
 import pytest
 import timm
 import torch
@@ -187,6 +191,60 @@ def test_a_checkpoint_of_another_architecture_is_refused():
     state = create('partialformer_b1').state_dict()
     with pytest.raises(ValueError, match='the checkpoint is of another architecture'):
         create('partialformer_b0', features_only=True).load_state_dict(state)
+
+
+class Calls:
+    """Unpickling this calls ``function(*args)``."""
+
+    def __init__(self, function, *args):
+        self.call = function, args
+
+    def __reduce__(self):
+        return self.call
+
+
+@pytest.mark.parametrize('features_only', [False, True])
+@pytest.mark.parametrize(
+    ('fault', 'words'),
+    [
+        ('code', 'weights_only|eights only load failed'),
+        ('truncated', 'failed reading zip archive'),
+        ('another size', 'size mismatch for backbone|of another architecture'),
+        ('another model', 'Missing key|of another architecture'),
+        ('missing', 'No checkpoint found'),
+    ],
+)
+def test_timm_s_checkpoint_path_refuses_what_does_not_fit(
+    fault, words, features_only, tmp_path, caplog
+):
+    """In timm's and torch's own words; and no code runs."""
+    path, marker = tmp_path / 'c.pth', tmp_path / 'marker'
+    if fault == 'code':
+        state = create('partialformer_b0').state_dict()
+        torch.save(dict(state_dict=state, x=Calls(os.mkdir, str(marker))), path)
+    elif fault == 'another size':
+        torch.save(create('partialformer_b1').state_dict(), path)
+    elif fault == 'another model':
+        torch.save(create('lavit_tiny').state_dict(), path)
+    elif fault == 'truncated':
+        torch.save(create('partialformer_b0').state_dict(), path)
+        path.write_bytes(path.read_bytes()[:100_000])
+    else:
+        path = tmp_path / 'nowhere.pth'
+    with pytest.raises((ValueError, RuntimeError, OSError, UnpicklingError)) as error:
+        create('partialformer_b0', features_only=features_only, checkpoint_path=str(path))
+    assert re.search(words, f'{error.value} {caplog.text}')
+    assert not marker.exists()
+
+
+@torch.no_grad()
+def test_timm_s_checkpoint_path_prefers_an_average_and_takes_data_parallel_s_names(tmp_path):
+    model = create('partialformer_b0', num_classes=2)
+    state = {f'module.{key}': value for key, value in model.state_dict().items()}
+    other = {key: torch.zeros_like(value) for key, value in state.items()}
+    torch.save(dict(state_dict=other, state_dict_ema=state), tmp_path / 'c.pth')
+    loaded = create('partialformer_b0', num_classes=2, checkpoint_path=str(tmp_path / 'c.pth'))
+    assert torch.equal(loaded(image()), model(image()))
 
 
 @torch.no_grad()

@@ -33,13 +33,13 @@ from typing import Any
 sys.path.append(osp.dirname(osp.dirname(osp.abspath(__file__))))
 
 import torch
-from mmengine.config import Config
 from tqdm import tqdm
 
 from effvit_mm.analysis import benchmark_report as report
 from effvit_mm.analysis.benchmark import DTYPES, Settings, compare, machine
 from effvit_mm.analysis.networks import build_network, parse_model
-from effvit_mm.engine.launch import SetupError, run_or_explain
+from effvit_mm.engine.faults import SetupError, check_writable, run_or_explain
+from effvit_mm.engine.launch import read_config
 from effvit_mm.models.backbones import LaViT
 
 SUITES = Path(osp.abspath(__file__)).parents[1] / 'configs' / 'benchmarks'
@@ -143,7 +143,7 @@ def load_suite(name: str, only: Sequence[str] | None) -> dict[str, Table]:
     if not path.is_file():
         known = ', '.join(sorted(file.stem for file in SUITES.glob('*.py')))
         raise SetupError(f'There is no suite {name}; there are {known}, or give a path.')
-    described = Config.fromfile(path).to_dict().get('tables', {})
+    described = read_config(str(path)).to_dict().get('tables', {})
     unknown = [table for table in only or () if table not in described]
     if unknown or not described:
         what = f'no table {unknown[0]!r}' if unknown else 'no tables'
@@ -317,6 +317,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         out_dir = args.out_dir or osp.join('work_dirs', 'benchmarks', name)
     else:
         tables, out_dir = {'benchmark': ad_hoc_table(args)}, args.out_dir
+    if out_dir:
+        check_writable(out_dir)  # now rather than after an hour
     for name, table in tables.items():
         table.check()
         if args.write:

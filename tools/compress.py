@@ -16,7 +16,7 @@ from collections.abc import Sequence
 sys.path.append(osp.dirname(osp.dirname(osp.abspath(__file__))))
 
 from effvit_mm.compression import build_command, report, stats_command
-from effvit_mm.engine.launch import run_or_explain
+from effvit_mm.engine.faults import run_or_explain
 
 COMMANDS = (stats_command, build_command, report)
 

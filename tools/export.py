@@ -15,7 +15,6 @@ from collections.abc import Sequence
 # so that a plain clone works; an installed effvit_mm comes first
 sys.path.append(osp.dirname(osp.dirname(osp.abspath(__file__))))
 
-from mmengine.config import DictAction
 from mmengine.logging import MMLogger
 from mmengine.registry import DefaultScope
 
@@ -32,13 +31,8 @@ from effvit_mm.engine.export import (
     require,
     wake_zeros,
 )
-from effvit_mm.engine.launch import (
-    SetupError,
-    build_model,
-    drop_teacher,
-    load_config,
-    run_or_explain,
-)
+from effvit_mm.engine.faults import SetupError, run_or_explain
+from effvit_mm.engine.launch import SettingsAction, build_model, drop_teacher, load_config
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -88,7 +82,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         '--cfg-options',
         nargs='+',
-        action=DictAction,
+        action=SettingsAction,
         metavar='KEY=VALUE',
         help='settings of the config to override',
     )

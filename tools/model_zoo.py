@@ -24,7 +24,7 @@ from mmengine.registry import MODELS
 
 import effvit_mm  # noqa: F401 (registers the backbones)
 from effvit_mm.analysis.cost import analytical_macs
-from effvit_mm.engine.launch import SetupError, run_or_explain
+from effvit_mm.engine.faults import SetupError, run_or_explain
 
 ROOT = Path(__file__).resolve().parents[1]
 COLLECTIONS = dict(

@@ -42,13 +42,8 @@ import torch
 from mmengine.config import Config
 from mmengine.registry import init_default_scope
 
-from effvit_mm.engine.launch import (
-    SetupError,
-    build_model,
-    check_data,
-    import_framework,
-    run_or_explain,
-)
+from effvit_mm.engine.faults import SetupError, check_writable, run_or_explain
+from effvit_mm.engine.launch import build_model, check_data, import_framework, read_config
 
 TRAIN = osp.join(osp.dirname(osp.abspath(__file__)), 'train.py')
 FIELDS = ('config', 'metric', 'seeds', 'options', 'variants', 'measures')
@@ -74,7 +69,7 @@ def load_study(path: str) -> dict[str, Any]:
     """
     if not osp.isfile(path):
         raise SetupError(f'There is no study {path}.')
-    study = Config.fromfile(path).to_dict()
+    study = read_config(path).to_dict()
     study = {field: value for field, value in study.items() if not field.startswith('_')}
     unknown = [field for field in study if field not in FIELDS]
     if unknown:
@@ -96,7 +91,7 @@ def write_config(study: dict[str, Any], variant: str, seed: int, folder: Path) -
     path = options.pop('config', study['config'])
     if not osp.isfile(path):
         raise SetupError(f'There is no config {path}, which {variant!r} starts from.')
-    cfg = Config.fromfile(path)
+    cfg = read_config(path)
     cfg.merge_from_dict({**study['options'], **options, 'randomness': dict(seed=seed)})
     cfg.work_dir = str(folder)
     import_framework(cfg.default_scope)
@@ -202,6 +197,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         known = ', '.join(study['variants'])
         raise SetupError(f'{args.study} has no variant {unknown[0]!r}; there are {known}.')
     variants = args.only or list(study['variants'])
+    check_writable(str(work_dir))
     results = []
     for seed in args.seeds or study['seeds']:
         for variant in variants:

@@ -11,15 +11,15 @@ sys.path.append(osp.dirname(osp.dirname(osp.abspath(__file__))))
 from mmengine.config import Config
 from mmengine.evaluator import DumpResults
 
+from effvit_mm.engine.faults import SetupError, check_writable, run_or_explain
 from effvit_mm.engine.launch import (
-    SetupError,
     add_common_arguments,
     build_runner,
     check_data,
+    check_weights,
     drop_teacher,
     load_config,
     parse_args,
-    run_or_explain,
 )
 
 
@@ -55,7 +55,7 @@ def draw_into(cfg: Config, folder: str) -> None:
 def main() -> None:
     """Check what can be checked, then hand over to the Runner."""
     args = parse_args(make_parser())
-    if '://' not in args.checkpoint and not osp.isfile(args.checkpoint):
+    if '://' not in args.checkpoint and not osp.exists(args.checkpoint):
         raise SetupError(f'There is no checkpoint {args.checkpoint}.')
     cfg = load_config(args)
     drop_teacher(cfg)
@@ -68,7 +68,11 @@ def main() -> None:
         cfg.test_evaluator.update(output_dir=args.out, keep_results=True)
     if args.out and not to_folder and not args.out.endswith(('.pkl', '.pickle')):
         raise SetupError(f'--out writes a pickle: {args.out} must end in .pkl or .pickle.')
+    folders = [cfg.work_dir, args.show_dir, args.out if to_folder else osp.dirname(args.out or '')]
+    for folder in filter(None, folders):
+        check_writable(folder)
     runner = build_runner(cfg)
+    check_weights(runner, args.checkpoint, test=True)
     if args.out and not to_folder:
         if cfg.default_scope == 'mmdet':
             from mmdet.evaluation import DumpDetResults as Dump

@@ -10,15 +10,16 @@ sys.path.append(osp.dirname(osp.dirname(osp.abspath(__file__))))
 
 import torch
 
+from effvit_mm.engine.faults import SetupError, check_writable, run_or_explain
 from effvit_mm.engine.launch import (
-    SetupError,
     add_common_arguments,
     build_runner,
     check_checkpoints,
     check_data,
+    check_weights,
+    latest_checkpoint,
     load_config,
     parse_args,
-    run_or_explain,
 )
 
 
@@ -66,8 +67,13 @@ def main() -> None:
         cfg.resume = True
         cfg.load_from = None if args.resume == 'auto' else args.resume
     check_checkpoints(cfg)
-    build_runner(cfg).train()
+    check_writable(cfg.work_dir)
+    resume = bool(cfg.get('resume'))
+    start = cfg.get('load_from') or (latest_checkpoint(cfg) if resume else None)
+    runner = build_runner(cfg)
+    check_weights(runner, start, resume)
+    runner.train()
 
 
 if __name__ == '__main__':
-    run_or_explain(main)
+    run_or_explain(main, 'The same command with --resume goes on from the last checkpoint.')

@@ -32,10 +32,9 @@ sys.path.append(osp.dirname(osp.dirname(osp.abspath(__file__))))
 
 import numpy as np
 import torch
-from mmengine.config import Config, DictAction
+from mmengine.config import Config
 from mmengine.dataset import Compose, pseudo_collate
 from mmengine.registry import DATASETS, init_default_scope
-from mmengine.utils import mkdir_or_exist
 from torch import Tensor, nn
 
 from effvit_mm.analysis.attention import attention_of, layer_similarity, query_similarity
@@ -49,13 +48,14 @@ from effvit_mm.analysis.pictures import (
     foreground_maps,
 )
 from effvit_mm.compression.report import glad_sources
+from effvit_mm.compression.sources import UNREADABLE
+from effvit_mm.engine.faults import SetupError, check_device, check_writable, run_or_explain
 from effvit_mm.engine.launch import (
-    SetupError,
+    SettingsAction,
     build_model,
     check_data,
     drop_teacher,
     load_config,
-    run_or_explain,
 )
 from effvit_mm.models.backbones import IntegratedDeiT
 
@@ -114,7 +114,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         command.add_argument(
             '--cfg-options',
             nargs='+',
-            action=DictAction,
+            action=SettingsAction,
             metavar='KEY=VALUE',
             help='settings of the config to override',
         )
@@ -151,7 +151,11 @@ def load_data(cfg: Config, images: Sequence[str] | None, num: int) -> Iterator[d
     steps = cfg.test_dataloader.dataset.pipeline
     pipeline = Compose([step for step in steps if 'LoadAnnotations' not in step['type']])
     for i, path in enumerate(images):
-        yield pipeline(dict(img_path=path, img_id=i))
+        try:
+            data = pipeline(dict(img_path=path, img_id=i))
+        except UNREADABLE as error:
+            raise SetupError(f'{path} is not a readable image: {error}') from error
+        yield data
 
 
 def network_input(model: nn.Module, data: dict) -> tuple[Tensor, np.ndarray]:
@@ -281,9 +285,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     init_default_scope(cfg.default_scope)
     if args.num < 1:
         raise SetupError(f'--num must be at least 1, not {args.num}.')
-    model = build_model(cfg, args.checkpoint, args.device)
+    check_device(args.device)
     out_dir = args.out_dir or osp.join(cfg.work_dir, 'pictures')
-    mkdir_or_exist(out_dir)
+    check_writable(out_dir)
+    model = build_model(cfg, args.checkpoint, args.device)
     draw = dict(
         foreground=foreground,
         attention=attention,

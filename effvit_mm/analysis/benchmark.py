@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ..engine.launch import SetupError
+from ..engine.faults import SetupError
 from ..version import __version__
 from .cost import analytical_macs, counted_macs
 from .cost import peak_memory as counted_memory

@@ -16,19 +16,18 @@ Constructor arguments follow in brackets: ``'ours:LaViT/small(drop_path_rate=0.1
 import ast
 import difflib
 import inspect
-import os
 import re
 from dataclasses import dataclass
 from typing import Any
 
 import timm
 import torch
-from mmengine.config import Config
 from mmengine.registry import MODELS, DefaultScope
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..engine.launch import FRAMEWORKS, SetupError, import_framework
+from ..engine.faults import SetupError
+from ..engine.launch import FRAMEWORKS, import_framework, read_config
 from ..models import backbones
 
 NUM_CLASSES = 1000
@@ -249,12 +248,10 @@ def _build_of_config(name: ModelName, size: tuple[int, int], backbone: bool) -> 
 
         import_framework(scope)
         config = get_config(name.kind)
-    elif os.path.isfile(name.kind):
-        config = Config.fromfile(name.kind)
+    else:
+        config = read_config(name.kind)
         scope = config.get('default_scope')
         import_framework(scope)
-    else:
-        raise SetupError(f'There is no config {name.kind}.')
     settings = {**config.model.backbone, **name.kwargs}
     settings.pop('init_cfg', None)
     network = _build_registered(scope, settings)

@@ -11,12 +11,13 @@ from typing import Any
 
 import timm
 import torch
-from mmengine.config import Config, DictAction
+from mmengine.config import Config
 from mmengine.registry import MODELS, DefaultScope
 from mmengine.runner import Runner
 from torch import Tensor
 
-from ..engine.launch import SetupError, check_data, load_config
+from ..engine.faults import SetupError
+from ..engine.launch import SettingsAction, check_data, load_config, read_config
 from ..models.backbones import DGSSASwin, IntegratedDeiT
 from ..models.checkpoint import read_state_dict
 from .build import BuildReport, build_dgssa_swin, build_integrated_deit
@@ -86,7 +87,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--cfg-options',
         nargs='+',
-        action=DictAction,
+        action=SettingsAction,
         metavar='KEY=VALUE',
         help='settings of the config to override, such as model.backbone.arch.static_init=random',
     )
@@ -228,10 +229,10 @@ def run_build_study(args: argparse.Namespace) -> None:
     """Build for each variant."""
     if not osp.isfile(args.study):
         raise SetupError(f'There is no study {args.study}.')
-    study = Config.fromfile(args.study).to_dict()
+    study = read_config(args.study).to_dict()
     for name, variant in study['variants'].items():
         options = {**study.get('options', {}), **variant}
-        cfg = Config.fromfile(options.pop('config', study['config']))
+        cfg = read_config(options.pop('config', study['config']))
         cfg.merge_from_dict(options)
         if cfg.get('load_from') is None:
             continue

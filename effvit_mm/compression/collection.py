@@ -22,7 +22,7 @@ from torch import Tensor, distributed
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from ..engine.launch import SetupError
+from ..engine.faults import SetupError
 from .statistics import StatisticsSums, read_tensors, write_tensors
 
 STATE_FORMAT = 'effvit_mm.statistics.unfinished.1'

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..engine.launch import SetupError
+from ..engine.faults import SetupError
 from ..models.checkpoint import read_state_dict
 from .statistics import Statistics
 

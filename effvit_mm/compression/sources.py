@@ -26,7 +26,8 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from ..engine.launch import SetupError, check_data, load_config
+from ..engine.faults import SetupError
+from ..engine.launch import check_data, load_config
 from ..models.checkpoint import read_state_dict
 from .keys import to_timm_keys
 
@@ -278,7 +279,7 @@ def folder_images(folder: str, original: Original) -> Images:
 
 
 #: what Pillow, OpenCV (which returns None) and the steps after them do with a damaged image
-UNREADABLE = (OSError, SyntaxError, AttributeError, TypeError)
+UNREADABLE = (OSError, SyntaxError, AttributeError, TypeError, AssertionError)
 
 
 def _load_path(prepare: Callable[[str], Tensor], paths: list[str], i: int) -> tuple[Tensor, str]:

@@ -93,6 +93,10 @@ def load_statistics(path: str) -> Statistics:
         FileNotFoundError: There is no such file.
         ValueError: It is damaged, or something else.
     """
+    if not osp.isfile(path):
+        raise FileNotFoundError(
+            f'There is no file {path}: `tools/compress.py stats` writes statistics.'
+        )
     tensors, metadata = read_tensors(path)
     if metadata.pop('format', None) != FORMAT:
         raise ValueError(f'{path} holds no statistics that this version of effvit_mm can read.')

@@ -9,10 +9,10 @@ import sys
 from typing import Any
 
 import torch
-from mmengine.config import DictAction
 from torch import distributed
 
-from ..engine.launch import SetupError
+from ..engine.faults import SetupError, check_device, check_writable
+from ..engine.launch import SettingsAction
 from .collection import Interrupted, StateFile, image_order, sum_over_images
 from .costs import swin_cost_ratio
 from .search import OBJECTIVES, evaluate_pyramid, search_architecture
@@ -63,12 +63,12 @@ def _add_stats(commands: Any) -> None:
     stats.add_argument('--batch-size', type=int, default=32, help='per process (default: 32)')
     stats.add_argument('--workers', type=int, default=2, help='loading processes (default: 2)')
     stats.add_argument(
-        '--model-kwargs', nargs='+', action=DictAction, metavar='KEY=VALUE', help='for timm'
+        '--model-kwargs', nargs='+', action=SettingsAction, metavar='KEY=VALUE', help='for timm'
     )
     stats.add_argument(
         '--cfg-options',
         nargs='+',
-        action=DictAction,
+        action=SettingsAction,
         metavar='KEY=VALUE',
         help='settings of the config to override',
     )
@@ -133,6 +133,8 @@ def run_stats(args: argparse.Namespace) -> None:
     data = args.data or (args.model if args.model.endswith('.py') else None)
     if data is None:
         raise SetupError('--data is needed: a folder of images, or an MMPretrain config.')
+    check_device(args.device)
+    check_writable(osp.dirname(osp.abspath(args.out)))
     original = load_original(args.model, args.checkpoint, args.model_kwargs, args.cfg_options)
     try:
         sums = StatisticsSums(original.model.to(args.device))
@@ -188,7 +190,10 @@ def _collect(
         sys.exit(130)
     except OSError as error:
         kept = f'; {state.path} has what was saved last' if osp.exists(state.path) else ''
-        raise SetupError(f'{args.out} could not be written: {error}{kept}.') from error
+        raise SetupError(
+            f'{args.out} could not be written: {error}{kept}. Make room, or choose another --out, '
+            'and give the command again.'
+        ) from error
     except ValueError as error:
         raise SetupError(str(error)) from error
     print(_summary(stats))

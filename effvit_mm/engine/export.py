@@ -24,7 +24,7 @@ from mmengine.config import Config
 from torch import Tensor, nn
 
 from ..version import __version__
-from .launch import SetupError
+from .faults import SetupError
 
 SUFFIXES = {'onnx': '.onnx', 'torch-export': '.pt2'}
 PARTS = ('backbone', 'backbone-neck', 'model')

@@ -12,15 +12,21 @@ import importlib
 import importlib.metadata
 import os
 import os.path as osp
-import pickle
-import sys
-from collections.abc import Callable, Iterator
+import re
+import traceback
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from mmengine.config import Config, DictAction
+from mmengine.model import is_model_wrapper
 from mmengine.registry import MODELS, RUNNERS
-from mmengine.runner import Runner, load_checkpoint
-from torch import nn
+from mmengine.runner import Runner, find_latest_checkpoint
+from torch import Tensor, nn
+
+from ..models.backbones import PyramidBackbone
+from ..models.checkpoint import CheckpointError, find_weights, read_checkpoint, read_state_dict
+from .faults import SetupError
 
 FRAMEWORKS = {'mmdet': 'MMDetection', 'mmseg': 'MMSegmentation', 'mmpretrain': 'MMPretrain'}
 
@@ -34,8 +40,16 @@ DATA_SOURCES = {
 }
 
 
-class SetupError(Exception):
-    """Something to be set right before a run can start; the tools print it without a traceback."""
+class SettingsAction(DictAction):
+    """mmengine's ``KEY=VALUE`` pairs; what is none is an error of the command line."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, *args: Any
+    ) -> None:
+        for value in values:
+            if not value.partition('=')[1]:
+                raise argparse.ArgumentError(self, f'{value!r} is not of the form KEY=VALUE')
+        super().__call__(parser, namespace, values, *args)
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +60,7 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--cfg-options',
         nargs='+',
-        action=DictAction,
+        action=SettingsAction,
         metavar='KEY=VALUE',
         help='settings of the config to override, such as train_dataloader.batch_size=4 '
         "or key='[a,b]' for lists",
@@ -68,38 +82,28 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return args
 
 
-def run_or_explain(main: Callable[[], None]) -> None:
-    """Call ``main``; a :class:`SetupError` ends the process with its sentence."""
-    try:
-        main()
-    except SetupError as error:
-        sys.exit(f'error: {error}')
-
-
 def load_config(args: argparse.Namespace) -> Config:
     """Read the config, merge the common arguments into it, and import its framework.
 
     Raises:
-        SetupError: No such config, or its framework is not installed or not one of the three.
+        SetupError: No such config, it cannot be read, or its framework is not installed or not one
+            of the three.
     """
-    if not osp.isfile(args.config):
-        raise SetupError(f'There is no config {args.config}.')
-    try:
-        cfg = Config.fromfile(args.config)
-    except ModuleNotFoundError as error:
-        missing = [scope for scope in FRAMEWORKS if scope in str(error)]
-        if not missing:
-            raise
-        raise SetupError(_not_installed(missing[0])) from error
+    cfg = read_config(args.config)
     cfg.launcher = args.launcher
     if args.cfg_options is not None:
-        cfg.merge_from_dict(args.cfg_options)
+        try:
+            cfg.merge_from_dict(args.cfg_options)
+        except (KeyError, IndexError, TypeError, ValueError, AssertionError) as error:
+            raise SetupError(f'--cfg-options does not fit {args.config}: {error}') from error
     if args.work_dir is not None:
         cfg.work_dir = args.work_dir
     elif cfg.get('work_dir') is None:
         cfg.work_dir = osp.join('work_dirs', osp.splitext(osp.basename(args.config))[0])
     scope = cfg.get('default_scope')
     import_framework(scope)
+    if 'model' not in cfg:
+        raise SetupError(f'{args.config} has no model: it is a part for the _base_ of configs.')
     if scope == 'mmdet':
         check_operators()
     elif scope == 'mmpretrain':
@@ -107,6 +111,41 @@ def load_config(args: argparse.Namespace) -> Config:
     if args.launcher != 'none' and not torch.cuda.is_available():
         _distribute_on_cpu(cfg)
     return cfg
+
+
+def read_config(path: str) -> Config:
+    """A config as its file has it.
+
+    Raises:
+        SetupError: There is no such file, it is no config, or what it imports is not installed.
+    """
+    if not osp.isfile(path):
+        raise SetupError(f'There is no config {path}.')
+    try:
+        return Config.fromfile(path)
+    except ImportError as error:
+        root: BaseException = error
+        while root.__cause__ or root.__context__:
+            root = root.__cause__ or root.__context__
+        if not isinstance(root, ModuleNotFoundError):
+            raise  # something is wrong in the imported module
+        missing = [scope for scope in FRAMEWORKS if scope in str(root)]
+        if missing:
+            raise SetupError(_not_installed(missing[0])) from error
+        raise SetupError(
+            f'{path} imports {root.name}, which is not installed: install it, or put the folder '
+            'that has it into PYTHONPATH.'
+        ) from error
+    except Exception as error:  # a config is a program
+        frames = traceback.walk_tb(error.__traceback__)
+        if any('importlib._bootstrap' in frame.f_code.co_filename for frame, _ in frames):
+            raise  # something is wrong in an imported module
+        if isinstance(error, FileNotFoundError) and error.filename:
+            raise SetupError(
+                f'The _base_ of {path} names {error.filename}, which is not there.'
+            ) from error
+        reason = ' '.join(str(error).split())
+        raise SetupError(f'{path} is no config: {type(error).__name__}: {reason}') from error
 
 
 def build_runner(cfg: Config) -> Runner:
@@ -124,29 +163,141 @@ def build_model(cfg: Config, checkpoint: str | None, device: str = 'cpu') -> nn.
         SetupError: There is no such checkpoint, it is damaged, or it is of another model; or the
             config names weights that are not there.
     """
-    if checkpoint is not None and '://' not in checkpoint and not osp.isfile(checkpoint):
-        raise SetupError(f'There is no checkpoint {checkpoint}.')
-    model_cfg = copy.deepcopy(cfg.model)
-    if (
-        cfg.get('data_preprocessor') is not None
-    ):  # beside the model, as MMPretrain's configs have it
-        model_cfg.setdefault('data_preprocessor', cfg.data_preprocessor)
     try:
+        state = None if checkpoint is None else read_state_dict(checkpoint)
+        model_cfg = copy.deepcopy(cfg.model)
+        if (
+            cfg.get('data_preprocessor') is not None
+        ):  # beside the model, as MMPretrain's configs have it
+            model_cfg.setdefault('data_preprocessor', cfg.data_preprocessor)
         model = MODELS.build(model_cfg)
-        if checkpoint is None:
+        if state is None:
             model.init_weights()
-    except FileNotFoundError as error:  # weights that the config names
+        else:
+            load_all(model, state, checkpoint, surplus=False)
+    except (FileNotFoundError, CheckpointError) as error:
         raise SetupError(str(error)) from error
-    if checkpoint is None:
-        return model.to(device).eval()
-    try:
-        load_checkpoint(model, checkpoint, map_location='cpu', strict=True)
-    except (pickle.UnpicklingError, EOFError, UnicodeDecodeError) as error:
-        raise SetupError(f'{checkpoint} is not a complete checkpoint file.') from error
-    except RuntimeError as error:
-        reason = ' '.join(str(error).split())[:200] + ' …'
-        raise SetupError(f'{checkpoint} does not fit the config: {reason}') from error
     return model.to(device).eval()
+
+
+def load_all(model: nn.Module, state: dict[str, Tensor], path: str, surplus: bool = True) -> None:
+    """Load a checkpoint that must have all of a model's weights.
+
+    Args:
+        model: The model.
+        state: The weights.
+        path: What to call them.
+        surplus: Whether weights that the model lacks are allowed.
+
+    Raises:
+        CheckpointError: It is of another model.
+    """
+    known = model.state_dict().keys() & state.keys()
+    try:
+        missing, extra = model.load_state_dict(state, strict=False)
+    except RuntimeError as error:
+        found = re.search(
+            r'size mismatch for (\S+): .*?Size\((.*?)\) from .*?Size\((.*?)\)',
+            str(error),
+            re.DOTALL,
+        )
+        if found is None:
+            raise
+        raise CheckpointError(
+            f'{path} does not fit the config: {found[1]} is {found[2]} in the checkpoint and '
+            f'{found[3]} in the model.'
+        ) from error
+    missing = [key for key in missing if 'num_batches_tracked' not in key]
+    if not known and len(extra) == len(state):
+        backbone = getattr(model, 'backbone', nn.Identity())
+        bare = not backbone.state_dict().keys().isdisjoint(state)
+        hint = (
+            "; these are the weights of a backbone alone, which go into the config's "
+            "model.backbone.init_cfg=dict(type='Pretrained', checkpoint=…)"
+            if bare
+            else ''
+        )
+        raise CheckpointError(
+            f'{path} does not fit the config: none of its weights is one of the model, the first '
+            f'is {extra[0]}{hint}.'
+        )
+    if missing:
+        raise CheckpointError(
+            f'{path} does not fit the config: it lacks {missing[0]} and {len(missing) - 1} more.'
+        )
+    if extra and not surplus:
+        raise CheckpointError(
+            f'{path} does not fit the config: it also has {extra[0]} and {len(extra) - 1} more.'
+        )
+
+
+def check_weights(
+    runner: Runner, path: str | None, resume: bool = False, test: bool = False
+) -> None:
+    """Refuse, before a run, weights that mmengine would pass over with a warning.
+
+    To be tested or resumed, a model must have all its weights in the checkpoint. A training that
+    starts from others needs those of the backbone; a head of another size is a new one.
+
+    Args:
+        runner: The Runner, its model built. Where its model is built later, as FlexibleRunner does,
+            only the file is checked.
+        path: What ``load_from`` or ``--resume`` says; None: nothing is loaded.
+        resume: Whether the run goes on from there.
+        test: Whether the model is to be tested.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be read or does not fit.
+        SetupError: It has no state to resume from.
+    """
+    if path is None or ('://' in path and not path.startswith('http')) or osp.isdir(path):
+        return  # other backends, and the folders of sharded checkpoints, are mmengine's
+    content = read_checkpoint(path)
+    state = find_weights(content, path)
+    lacking = [key for key in ('meta', 'message_hub', 'optimizer') if key not in content]
+    if resume and lacking:
+        raise SetupError(
+            f'{path} has weights but no {lacking[0]}, so that a run cannot go on from it: resume '
+            'from an epoch_*.pth or iter_*.pth of the run, or start a new run with --cfg-options '
+            f'load_from={path}.'
+        )
+    model = runner.model
+    if not isinstance(model, nn.Module):
+        return
+    while is_model_wrapper(model):
+        model = model.module
+    if test or resume:
+        load_all(model, state, path)
+        return
+    backbone = getattr(model, 'backbone', None)
+    prefix = 'backbone.'
+    part = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+    if part and isinstance(backbone, PyramidBackbone):
+        own = copy.deepcopy(backbone)
+        if part.keys() & own.state_dict().keys():
+            part = {
+                **{k: v for k, v in own.state_dict().items() if re.match(own.may_lack, k)},
+                **part,
+            }
+        load_all(own, part, path)
+        own.refuse_surplus(part, path)
+    elif not state.keys() & model.state_dict().keys():
+        load_all(model, state, path)
+
+
+def latest_checkpoint(cfg: Config) -> str | None:
+    """What ``--resume`` without a file goes on from, None: nothing yet.
+
+    Raises:
+        SetupError: It is no longer there.
+    """
+    path = find_latest_checkpoint(cfg.work_dir)
+    if path and not osp.exists(path):
+        raise SetupError(
+            f'last_checkpoint in {cfg.work_dir} names {path}, which is not there: give the '
+            'checkpoint with --resume CHECKPOINT.'
+        )
+    return path
 
 
 def drop_teacher(cfg: Config) -> None:

@@ -16,6 +16,13 @@ def test_images_below_32_pixels_give_maps_of_at_least_one_cell(family, size):
         assert x.isfinite().all()
 
 
+@torch.no_grad()
+def test_an_image_of_4000_x_4000_pixels_is_served(family):
+    features = family.build()(image(4000, 4000, batch=1))
+    assert [x.shape[2:] for x in features] == [(4000 // s, 4000 // s) for s in STRIDES]
+    assert all(x.isfinite().all() for x in features)
+
+
 @pytest.mark.parametrize('value', [float('nan'), float('inf'), -float('inf')])
 @torch.no_grad()
 def test_a_broken_image_spoils_its_own_features_only(family, value):

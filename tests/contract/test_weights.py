@@ -7,7 +7,6 @@ import pickle
 import re
 from pathlib import Path
 
-import mmengine.runner.checkpoint as mmengine_checkpoint
 import pytest
 import torch
 from mmengine.runner import save_checkpoint
@@ -287,10 +286,6 @@ def test_a_training_checkpoint_of_mmengine_is_read_without_running_code(
 ):
     trusted = torch.load(training_checkpoint, weights_only=False)
     assert {'message_hub', 'optimizer', 'param_schedulers'} <= trusted.keys()
-    if not hasattr(mmengine_checkpoint, 'get_torch_safe_globals'):  # mmengine 0.10.7
-        with pytest.raises(ValueError, match='published_keys'):
-            pretrained(family, training_checkpoint, out_indices=(3,))
-        return
     assert read_state_dict(str(training_checkpoint)).keys() == trusted['state_dict'].keys()
     model = pretrained(family, training_checkpoint, out_indices=(3,))
     weights = {k.removeprefix('backbone.'): v for k, v in trusted['state_dict'].items()}

@@ -3,6 +3,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -49,6 +50,14 @@ SWIN = dict(
     window_size=4,
     out_indices=(1,),
 )
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c_is_heard():
+    """A shell starts what runs in the background deaf to it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope='module')
@@ -259,6 +268,22 @@ def test_full_disk_is_one_sentence_and_keeps_what_was_saved(tool, arguments, out
         with pytest.raises(SetupError, match='No space left .*unfinished has what was saved last'):
             tool.main(arguments)
     assert not out.exists()
+    tool.main(arguments)
+    assert load_statistics(str(out)).metadata['image_count'] == 11
+
+
+def test_a_file_that_cannot_be_written_whole_is_one_sentence_and_leaves_nothing(
+    tool, arguments, out
+):
+    """A limit on the size of files in place of a full disk: writing fails halfway as well."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(SetupError, match='could not be written: .* Make room, or choose'):
+            tool.main(arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(out.parent.iterdir()) == []
     tool.main(arguments)
     assert load_statistics(str(out)).metadata['image_count'] == 11
 

@@ -14,12 +14,8 @@ from mmengine.registry import DefaultScope
 from mmengine.utils import import_modules_from_strings
 
 from effvit_mm.engine import export as core
-from effvit_mm.engine.launch import (
-    build_model,
-    drop_teacher,
-    import_framework,
-    run_or_explain,
-)
+from effvit_mm.engine.faults import run_or_explain
+from effvit_mm.engine.launch import build_model, drop_teacher, import_framework
 
 CONFIGS = Path(__file__).resolve().parents[2] / 'configs'
 MAPS = ['stride4', 'stride8', 'stride16', 'stride32']

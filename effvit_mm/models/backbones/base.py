@@ -16,7 +16,7 @@ from timm.layers import trunc_normal_
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..checkpoint import read_state_dict, select_prefix
+from ..checkpoint import CheckpointError, read_state_dict, select_prefix
 from ..layers.utils import ConditionalPositionEncoding, is_captured, tokens_to_map
 
 NUM_STAGES = 4
@@ -285,6 +285,21 @@ class PyramidBackbone(BaseModule):
         part = re.match(self.must_have, key)
         return part is not None and int(part[1]) < self.num_stages
 
+    def refuse_surplus(self, state: dict[str, Tensor], path: str) -> None:
+        """Refuse weights of blocks that this architecture has not; arguments as in
+        :meth:`load_weights`.
+
+        Raises:
+            CheckpointError: There are some.
+        """
+        own = self.state_dict()
+        surplus = [key for key in state if key not in own and self._is_surplus(key)]
+        if surplus:
+            raise CheckpointError(
+                f'{path} is of another architecture than this {type(self).__name__}: it also has '
+                f'{surplus[0]} and {len(surplus) - 1} more.'
+            )
+
     def load_pretrained(self, path: str, prefix: str | None = None) -> None:
         """Load weights from a checkpoint and log what was not loaded.
 
@@ -296,7 +311,7 @@ class PyramidBackbone(BaseModule):
             prefix: The backbone's prefix in the checkpoint, ``'backbone.'`` in a classifier's.
 
         Raises:
-            ValueError: Nothing matched, or the checkpoint is of another architecture.
+            CheckpointError: Nothing matched, or the checkpoint is of another architecture.
         """
         self.load_weights(select_prefix(read_state_dict(path), prefix, path), path)
 
@@ -308,7 +323,7 @@ class PyramidBackbone(BaseModule):
             path: What to call them in messages.
 
         Raises:
-            ValueError: Nothing matched, or they are of another architecture.
+            CheckpointError: Nothing matched, or they are of another architecture.
         """
         state = self.adapt_state(state)
         own = self.state_dict()
@@ -316,21 +331,21 @@ class PyramidBackbone(BaseModule):
         if not matched:
             nested = any(key.startswith('backbone.') for key in state)
             hint = " Its keys start with 'backbone.': set prefix='backbone.'." if nested else ''
-            raise ValueError(f'{path} matches no weight of {type(self).__name__}.{hint}')
+            raise CheckpointError(f'{path} matches no weight of {type(self).__name__}.{hint}')
         different = f'{path} is of another architecture than this {type(self).__name__}'
         for key in matched:
             if state[key].shape != own[key].shape:
-                raise ValueError(
+                raise CheckpointError(
                     f'{different}: {key} is {tuple(state[key].shape)}, not {tuple(own[key].shape)}.'
                 )
         missing = [key for key in own if key not in state]
         unexpected = [key for key in state if key not in own]
         lacking = [key for key in missing if not re.match(self.may_lack, key)]
         if lacking:
-            raise ValueError(f'{different}: it lacks {lacking[0]} and {len(lacking) - 1} more.')
-        surplus = [key for key in unexpected if self._is_surplus(key)]
-        if surplus:
-            raise ValueError(f'{different}: it also has {surplus[0]} and {len(surplus) - 1} more.')
+            raise CheckpointError(
+                f'{different}: it lacks {lacking[0]} and {len(lacking) - 1} more.'
+            )
+        self.refuse_surplus(state, path)
         self.load_state_dict(state, strict=False)
         left_out = f'; left at their initialisation: {", ".join(missing)}' if missing else ''
         unused = f'; not used: {", ".join(unexpected)}' if unexpected else ''
