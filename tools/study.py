@@ -101,6 +101,11 @@ def write_config(study: dict[str, Any], variant: str, seed: int, folder: Path) -
     return folder / 'config.py'
 
 
+def folder_name(variant: str, seed: int) -> str:
+    """Of a run; a variant may be called ``foreground 1/4``."""
+    return f'{variant}_seed{seed}'.replace(os.sep, '-')
+
+
 def read_log(folder: Path, metric: str) -> dict[str, float]:
     """The last value of the metric, and the median seconds of a training step.
 
@@ -201,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     results = []
     for seed in args.seeds or study['seeds']:
         for variant in variants:
-            result = run(study, variant, seed, work_dir / f'{variant}_seed{seed}')
+            result = run(study, variant, seed, work_dir / folder_name(variant, seed))
             print(
                 f'{variant}, seed {seed}: {study["metric"]} {result["metric"]:.2f}, '
                 f'{result["minutes"]:.1f} minutes',

@@ -106,3 +106,7 @@ def test_the_studies_name_configs_and_settings_that_exist(path):
                     part = dict(zip(map(str, range(len(part))), part, strict=True))
                 assert name in part, key
                 part = part[name]
+
+
+def test_a_variant_whose_name_has_a_slash_has_one_folder(load_tool):
+    assert load_tool('study').folder_name('foreground 1/4', 0) == 'foreground 1-4_seed0'
