@@ -52,14 +52,6 @@ SWIN = dict(
 )
 
 
-@pytest.fixture(autouse=True)
-def ctrl_c_is_heard():
-    """A shell starts what runs in the background deaf to it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.fixture(scope='module')
 def tool(load_tool):
     return load_tool('compress')

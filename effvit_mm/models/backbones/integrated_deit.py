@@ -166,27 +166,6 @@ def _mean_of_windows(x: Tensor, batch: int) -> Tensor:
     return own.to(x.dtype) @ x / windows
 
 
-class Deconv2x2(nn.ConvTranspose2d):
-    """Transposed convolution with kernel 2 and stride 2, whose outputs do not overlap: a linear
-    layer for each cell, which in training on a CPU takes half the operator's time.
-
-    Args:
-        dim: Channels ``C``.
-    """
-
-    def __init__(self, dim: int) -> None:
-        super().__init__(dim, dim, 2, stride=2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``(B, C, H, W)`` to ``(B, C, 2H, 2W)`` in ``channels_last`` memory."""
-        if is_captured():  # reshaping would tie a graph to the sides
-            return super().forward(x)
-        weight = self.weight.permute(2, 3, 1, 0).flatten(0, 2)
-        x = F.linear(x.permute(0, 2, 3, 1), weight, self.bias.repeat(4))
-        x = x.unflatten(3, (2, 2, -1)).transpose(2, 3)
-        return x.flatten(3, 4).flatten(1, 2).permute(0, 3, 1, 2)
-
-
 class _ToStride(nn.Module):
     """From the patches' stride to another one, as the feature pyramids of plain ViTs do:
     deconvolutions to finer maps, 3x3 maximum pooling to coarser ones.
@@ -206,7 +185,7 @@ class _ToStride(nn.Module):
         for i in range(doublings):
             if i:
                 steps += [nn.GroupNorm(1, dim), nn.GELU()]
-            steps.append(Deconv2x2(dim))
+            steps.append(nn.ConvTranspose2d(dim, dim, 2, stride=2))
         self.deconv = nn.Sequential(*steps)
 
     def forward(self, x: Tensor, height: int, width: int) -> Tensor:
