@@ -97,7 +97,7 @@ class TimmModel(nn.Module):
         self.num_features = self.head_hidden_size = self.backbone.out_channels[-1]
         self.head_drop = nn.Dropout(drop_rate)
         self.head = self._make_head(num_classes)
-        self.register_load_state_dict_pre_hook(_adapt_state)
+        _adapt_when_loading(self)
 
     def _checked_pool(self, global_pool: str | None, num_classes: int) -> str:
         """The pooling that is asked for, None: the default."""
@@ -286,6 +286,14 @@ def _rename_head(state: dict[str, Tensor], model: nn.Module | None = None) -> di
     }
 
 
+def _adapt_when_loading(module: nn.Module) -> None:
+    """Let :func:`_adapt_state` see what ``load_state_dict`` is given."""
+    if hasattr(module, 'register_load_state_dict_pre_hook'):
+        module.register_load_state_dict_pre_hook(_adapt_state)
+    else:  # torch < 2.5 has it under another name
+        module._register_load_state_dict_pre_hook(_adapt_state, with_module=True)
+
+
 def _adapt_state(module: nn.Module, state: dict[str, Tensor], prefix: str, *args: Any) -> None:
     """Also take weights with MMPretrain's names and, with ``features_only``, a classifier's.
 
@@ -366,7 +374,7 @@ def _create(
         **kwargs,
     )
     if features_only:
-        model.register_load_state_dict_pre_hook(_adapt_state)
+        _adapt_when_loading(model)
     return model.to(device=device, dtype=dtype)
 
 

@@ -27,7 +27,7 @@ from typing import Any
 import timm
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten
 
 from ..engine.faults import SetupError
 from ..version import __version__
@@ -183,7 +183,7 @@ def make_step(network: Network, settings: Settings) -> Callable[[], None]:
         network.zero_grad(set_to_none=True)
         with _precision(settings):
             out = run(image)
-        sum(o.float().mean() for o in tree_leaves(out)).backward()
+        sum(o.float().mean() for o in tree_flatten(out)[0]).backward()
 
     step = train if settings.training else forward
 

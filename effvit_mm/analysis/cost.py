@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..models.backbones import DGSSASwin, IntegratedDeiT, LaViT, PartialFormer
@@ -243,7 +243,7 @@ class _PeakMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
+        for tensor in tree_flatten(out)[0]:
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
                 key = id(storage)
@@ -280,7 +280,7 @@ def peak_memory(
         with _PeakMemory(fake_model.values()) as memory:
             out = torch.func.functional_call(model, fake_model, (image,))
             if training:
-                sum(o.sum() for o in tree_leaves(out)).backward()
+                sum(o.sum() for o in tree_flatten(out)[0]).backward()
     return memory.peak
 
 

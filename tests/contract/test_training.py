@@ -13,7 +13,7 @@ from effvit_mm.models.backbones.base import NORMS
 
 from .ddp import SCENARIOS, train_in_two_processes
 from .families import FAMILIES, awaken, image, random_loss
-from .frameworks import FRAMEWORKS, top_model
+from .frameworks import FRAMEWORKS, need_cpu_autocast, top_model
 from .runs import train
 
 MATRICES = (nn.Linear, nn.Conv2d, nn.ConvTranspose2d)
@@ -130,6 +130,7 @@ def with_large_activations(family) -> nn.Module:
 @pytest.mark.parametrize('build', ['usual norms', 'large norms'])
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16], ids=str)
 def test_large_activations_stay_finite_in_mixed_precision(family, dtype, build):
+    need_cpu_autocast(dtype)
     model = family.build() if build == 'usual norms' else with_large_activations(family)
     model.train()
     with torch.autocast('cpu', dtype=dtype):
