@@ -9,13 +9,8 @@ if [ $# -lt 2 ]; then
     echo "usage: $0 CONFIG GPUS [arguments of tools/train.py]" >&2
     exit 2
 fi
-meeting=(--standalone)
-if [ "${NNODES:-1}" != 1 ] || [ -n "${PORT:-}" ]; then
-    meeting=(--nnodes="${NNODES:-1}" --node_rank="${NODE_RANK:-0}"
-        --master_addr="${MASTER_ADDR:-127.0.0.1}" --master_port="${PORT:-29500}")
-fi
 
-python -m torch.distributed.run "${meeting[@]}" --nproc_per_node="$2" \
+bash "$(dirname "$0")/torchrun.sh" "$2" \
     "$(dirname "$0")/train.py" "$1" --launcher pytorch "${@:3}" || {
     status=$?
     echo "error: a training process failed, see above; the others were stopped. If a checkpoint was" \
