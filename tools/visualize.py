@@ -48,8 +48,13 @@ from effvit_mm.analysis.pictures import (
     foreground_maps,
 )
 from effvit_mm.compression.report import glad_sources
-from effvit_mm.compression.sources import UNREADABLE
-from effvit_mm.engine.faults import SetupError, check_device, check_writable, run_or_explain
+from effvit_mm.engine.faults import (
+    UNREADABLE,
+    SetupError,
+    check_device,
+    check_writable,
+    run_or_explain,
+)
 from effvit_mm.engine.launch import (
     SettingsAction,
     build_model,

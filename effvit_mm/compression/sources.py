@@ -26,7 +26,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from ..engine.faults import SetupError
+from ..engine.faults import UNREADABLE, SetupError
 from ..engine.launch import check_data, load_config
 from ..models.checkpoint import read_state_dict
 from .keys import to_timm_keys
@@ -276,10 +276,6 @@ def folder_images(folder: str, original: Original) -> Images:
         raise SetupError(f'There is no image in {folder} ({", ".join(sorted(IMAGE_SUFFIXES))}).')
     load = partial(_load_path, original.prepare, paths)
     return Images(folder, len(paths), load, original.model.patch_embed.img_size)
-
-
-#: what Pillow, OpenCV (which returns None) and the steps after them do with a damaged image
-UNREADABLE = (OSError, SyntaxError, AttributeError, TypeError, AssertionError)
 
 
 def _load_path(prepare: Callable[[str], Tensor], paths: list[str], i: int) -> tuple[Tensor, str]:

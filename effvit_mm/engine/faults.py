@@ -68,6 +68,8 @@ def load_from_file(filename: str, map_location: Any = None) -> dict[str, Any]:
     return dict(state_dict=find_weights(content, filename))
 
 
+#: what Pillow, OpenCV (which returns None) and the steps after them do with a damaged image
+UNREADABLE = (OSError, SyntaxError, AttributeError, TypeError, AssertionError)
 #: what there is to do where a file cannot be written
 _ADVICE = {
     errno.ENOSPC: 'The disk is full: make room',
