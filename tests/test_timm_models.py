@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """timm's interface, checked as timm checks its own models."""
 
-import os
 import re
 from pickle import UnpicklingError
 
 import pytest
 import timm
 import torch
+from attacks import attacks
 from timm.data import resolve_model_data_config
 from timm.models import save_for_hf
 from timm.optim import create_optimizer_v2, param_groups_layer_decay
@@ -193,16 +193,6 @@ def test_a_checkpoint_of_another_architecture_is_refused():
         create('partialformer_b0', features_only=True).load_state_dict(state)
 
 
-class Calls:
-    """Unpickling this calls ``function(*args)``."""
-
-    def __init__(self, function, *args):
-        self.call = function, args
-
-    def __reduce__(self):
-        return self.call
-
-
 @pytest.mark.parametrize('features_only', [False, True])
 @pytest.mark.parametrize(
     ('fault', 'words'),
@@ -221,7 +211,7 @@ def test_timm_s_checkpoint_path_refuses_what_does_not_fit(
     path, marker = tmp_path / 'c.pth', tmp_path / 'marker'
     if fault == 'code':
         state = create('partialformer_b0').state_dict()
-        torch.save(dict(state_dict=state, x=Calls(os.mkdir, str(marker))), path)
+        torch.save(dict(state_dict=state, x=attacks(marker)['mkdir']), path)
     elif fault == 'another size':
         torch.save(create('partialformer_b1').state_dict(), path)
     elif fault == 'another model':

@@ -2,13 +2,13 @@
 """Contract: weights. What is loaded, what is said about the rest, and that no code ever runs."""
 
 import io
-import os
 import pickle
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from attacks import attacks
 from mmengine.runner import save_checkpoint
 
 from effvit_mm.models.checkpoint import read_state_dict
@@ -225,16 +225,6 @@ def test_a_file_without_weights_is_an_error_that_names_it(family, content, tmp_p
 # code in checkpoints
 
 
-class Calls:
-    """Unpickling this calls ``function(*args)``."""
-
-    def __init__(self, function, *args):
-        self.call = function, args
-
-    def __reduce__(self):
-        return self.call
-
-
 def write_zip(content, path):
     torch.save(content, path)
 
@@ -252,12 +242,7 @@ def write_pickle(content, path):
 @pytest.mark.parametrize('function', ['mkdir', 'eval', 'getattr'])
 def test_code_in_a_checkpoint_never_runs(family, backbone_file, place, write, function, tmp_path):
     marker = tmp_path / 'marker'
-    attack = {
-        'mkdir': Calls(os.mkdir, str(marker)),
-        'eval': Calls(eval, f'__import__("os").mkdir({str(marker)!r})'),
-        # a bridge from what mmengine allows to everything else
-        'getattr': Calls(getattr, Calls(getattr, torch.Tensor, '__init__'), '__globals__'),
-    }[function]
+    attack = attacks(marker)[function]
     content = dict(state_dict=dict(backbone_file[1]), meta=dict())
     content['state_dict' if place == 'weights' else 'meta']['x'] = attack
     path = tmp_path / 'attack.pth'

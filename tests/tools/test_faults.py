@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 import timm
 import torch
+from attacks import attacks
 from mmengine.runner import CheckpointLoader
 from PIL import Image
+from test_faults_page import sentences
 
 import effvit_mm.timm_models  # noqa: F401
 from effvit_mm.engine.faults import run_or_explain, safe_checkpoints
@@ -24,7 +26,6 @@ from effvit_mm.models.checkpoint import CheckpointError, _load_found, read_check
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / 'configs' / 'classifier_partialformer_b0_digits.py'
-PAGE = (ROOT / 'docs' / 'faults.md').read_text()
 FAST = ['train_dataloader.batch_size=10', 'train_cfg.max_epochs=1', 'val_dataloader.batch_size=10']
 
 pytest.importorskip('mmpretrain')
@@ -32,9 +33,7 @@ pytest.importorskip('mmpretrain')
 
 def on_page(sentence):
     """Whether docs/faults.md quotes a sentence."""
-    rows = [line.split(' | ') for line in PAGE.splitlines() if line.count(' | ') == 2]
-    quoted = [text for row in rows for text in re.findall(r'`([^`]+)`', row[1])]
-    patterns = ('.*'.join(map(re.escape, text.split('…'))) for text in quoted)
+    patterns = ('.*'.join(map(re.escape, text.split('…'))) for text in sentences())
     return any(re.search(pattern, sentence) for pattern in patterns)
 
 
@@ -90,16 +89,6 @@ def state(trained):
     return read_checkpoint(str(trained / 'epoch_1.pth'))['state_dict']
 
 
-class Calls:
-    """Unpickling this calls ``function(*args)``."""
-
-    def __init__(self, function, *args):
-        self.call = function, args
-
-    def __reduce__(self):
-        return self.call
-
-
 def options(checkpoint, folder):
     """Each way in which the tools read a checkpoint."""
     pretrained = [
@@ -132,7 +121,7 @@ every_way = pytest.mark.parametrize('way', WAYS)
 @every_way
 def test_code_in_a_checkpoint_never_runs(way, refused, state, tmp_path):
     marker = tmp_path / 'marker'
-    content = dict(state_dict=state, meta=dict(x=Calls(os.mkdir, str(marker))))
+    content = dict(state_dict=state, meta=dict(x=attacks(marker)['mkdir']))
     path = tmp_path / 'attack.pth'
     torch.save(content, path)
     assert 'attack.pth was refused' in refused(*options(path, tmp_path)[way])
@@ -294,12 +283,7 @@ def test_a_training_checkpoint_is_read_without_torch_s_list_too(trained):
 @pytest.mark.parametrize('attack', ['mkdir', 'eval', 'getattr', 'globals'])
 def test_code_never_runs_without_torch_s_list_either(attack, legacy, state, tmp_path, monkeypatch):
     marker = tmp_path / 'marker'
-    harm = {
-        'mkdir': Calls(os.mkdir, str(marker)),
-        'eval': Calls(eval, f'__import__("os").mkdir({str(marker)!r})'),
-        'getattr': Calls(getattr, Calls(getattr, torch.Tensor, '__init__'), '__globals__'),
-        'globals': Calls(torch.load, str(marker)),
-    }[attack]
+    harm = attacks(marker)[attack]
     path = tmp_path / 'attack.pth'
     torch.save(dict(x=harm), path, _use_new_zipfile_serialization=not legacy)
     monkeypatch.delattr(mmengine_checkpoint, 'get_torch_safe_globals', raising=False)
