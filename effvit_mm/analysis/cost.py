@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import singledispatch
 from typing import NamedTuple
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import FlopCounterMode
@@ -234,24 +234,21 @@ class _PeakMemory(TorchDispatchMode):
 
     def __init__(self, existing: Iterable[Tensor] = ()) -> None:
         super().__init__()
-        storages = {id(s): s.nbytes() for s in (tensor.untyped_storage() for tensor in existing)}
-        self.alive: dict[int, tuple[int, ref | None]] = {k: (v, None) for k, v in storages.items()}
-        self.now = self.peak = sum(storages.values())
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+        self._add(existing)
 
-    def _freed(self, key: int) -> None:
-        self.now -= self.alive.pop(key)[0]
+    def _add(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            reference = StorageWeakRef(storage)
+            self.alive.setdefault(reference.cdata, (reference, storage.nbytes()))
+        self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        for tensor in tree_flatten(out)[0]:
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                key = id(storage)
-                if key not in self.alive:
-                    size = storage.nbytes()
-                    self.alive[key] = size, ref(storage, lambda _, key=key: self._freed(key))
-                    self.now += size
-        self.peak = max(self.peak, self.now)
+        self.alive = {k: kept for k, kept in self.alive.items() if not kept[0].expired()}
+        self._add(tensor for tensor in tree_flatten(out)[0] if isinstance(tensor, Tensor))
         return out
 
 
