@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# Our families and their peers at the same cost, for the studies peers_*.py: 34 to 42 million
-# multiply-accumulates for a digit of 64x64 pixels, 126 to 145 million for a scene of 128x128. What
+# Our families and their peers at the same cost, for the studies peers_*.py: 33 to 42 million
+# multiply-accumulates for a digit of 64x64 pixels, 126 to 146 million for a scene of 128x128. What
 # is compressed elsewhere is trained from scratch here, like everything else. The DeiT is
 # Integrated-DeiT without static layers and aggregations, which is timm's DeiT, so that detectors
 # get maps of strides 4 to 32 from both in the same way.
@@ -30,6 +30,21 @@ _backbones = {
     'PVTv2': dict(type='mmdet.PyramidVisionTransformerV2', embed_dims=28, num_layers=[2, 2, 2, 2]),
     'Swin': dict(type='mmdet.SwinTransformer', **_swin, window_size=4, drop_path_rate=0.0),
     'DeiT': dict(type='IntegratedDeiT', arch=dict(**_plain, embed_dims=80)),
+}
+# MMDetection's return lists, which MMPretrain's necks refuse
+_classifiers = {
+    **_backbones,
+    'PVTv2': dict(
+        type='mmpretrain.TIMMBackbone', model_name='pvt_v2_b0', embed_dims=(28, 56, 140, 224)
+    ),
+    'Swin': dict(
+        type='mmpretrain.SwinTransformer',
+        arch=_swin,
+        img_size=64,
+        window_size=4,
+        pad_small_map=True,
+        drop_path_rate=0.0,
+    ),
 }
 _channels = {
     'PartialFormer': [32, 64, 128, 256],

@@ -11,14 +11,14 @@ variants = {
         'model.backbone': dict(
             _delete_=True,
             **backbone,
-            out_indices=(3,),
+            **({} if 'model_name' in backbone else dict(out_indices=(3,))),
             **(dict(out_type='cls_token') if 'DeiT' in name else {}),
         ),
         'model.head.in_channels': _base_._channels[name][-1],
         'custom_imports': _base_._imports,
         **({'model.neck': None} if 'DeiT' in name else {}),
     }
-    for name, backbone in _base_._backbones.items()
+    for name, backbone in _base_._classifiers.items()
 }
 measures = {
     'MMACs': 'effvit_mm.analysis.measures:backbone_mmacs',
