@@ -5,7 +5,7 @@ import os
 import os.path as osp
 import pickle
 import types
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from mmengine.dist import barrier, is_main_process
 from mmengine.logging import HistoryBuffer
+from mmengine.optim.scheduler import OneCycleParamScheduler
 from torch import Tensor
 from torch.hub import download_url_to_file, get_dir
 
@@ -35,10 +36,18 @@ class MissingCheckpointError(CheckpointError, FileNotFoundError):
     """There is no such file."""
 
 
-def _history_method(owner: type, name: str) -> Any:
-    """Stands in for ``getattr`` in checkpoints: mmengine's message hub refers to the statistics of
-    its history buffers that way, and with the real one a checkpoint could reach arbitrary code."""
-    if owner is not HistoryBuffer or name not in ('min', 'max', 'current', 'mean'):
+#: what mmengine refers to by ``getattr``: statistics of its message hub's history buffers, and how
+#: OneCycleLR goes from one value to the next
+_ATTRIBUTES = {
+    HistoryBuffer: ('min', 'max', 'current', 'mean'),
+    OneCycleParamScheduler: ('_annealing_cos', '_annealing_linear'),
+}
+
+
+def _listed_attribute(owner: type, name: str) -> Any:
+    """Stands in for ``getattr`` in checkpoints: with the real one a checkpoint could reach
+    arbitrary code."""
+    if name not in _ATTRIBUTES.get(owner, ()):
         raise pickle.UnpicklingError(f'getattr of {name!r} is not allowed')
     return getattr(owner, name)
 
@@ -49,18 +58,21 @@ def _load_listed(path: str, map_location: Any) -> Any:
     from torch.serialization import safe_globals
 
     allowed = [g for g in get_torch_safe_globals() if g is not getattr]
-    with safe_globals([*allowed, (_history_method, 'builtins.getattr')]):
+    allowed += [OneCycleParamScheduler, (_listed_attribute, 'builtins.getattr')]
+    with safe_globals(allowed):
         return torch.load(path, map_location=map_location, weights_only=True)
 
 
 #: what :class:`_Unpickler` finds, by module and name
 _FOUND = {
-    ('builtins', 'getattr'): _history_method,
+    ('builtins', 'getattr'): _listed_attribute,
     ('builtins', 'set'): set,
     ('builtins', 'slice'): slice,
+    ('collections', 'Counter'): Counter,  # the milestones of MultiStepLR
     ('collections', 'OrderedDict'): OrderedDict,
     ('collections', 'deque'): deque,
     ('mmengine.logging.history_buffer', 'HistoryBuffer'): HistoryBuffer,
+    ('mmengine.optim.scheduler.param_scheduler', 'OneCycleParamScheduler'): OneCycleParamScheduler,
     ('torch', 'Size'): torch.Size,
     ('torch', 'device'): torch.device,
     **{

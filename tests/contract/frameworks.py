@@ -6,7 +6,6 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
-import torch
 from mmengine.hub import get_config
 from mmengine.registry import DefaultScope
 from torch import nn
@@ -21,15 +20,6 @@ def need(framework: str) -> Any:
     if find_spec(framework) is None:
         pytest.skip(f'{framework} is not installed')
     return import_module(framework)
-
-
-def need_cpu_autocast(dtype: torch.dtype) -> None:
-    """Skip the test where PyTorch has no such autocast on a CPU: 2.1 has bfloat16 alone."""
-    try:
-        with torch.autocast('cpu', dtype=dtype):
-            torch.ones(1, 1) @ torch.ones(1, 1)
-    except RuntimeError as error:
-        pytest.skip(str(error))
 
 
 def build_in_scope(framework: str, config: dict) -> nn.Module:

@@ -8,12 +8,13 @@ import torch
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import DefaultScope
 from torch import nn
+from versions import need_cpu_autocast
 
 from effvit_mm.models.backbones.base import NORMS
 
 from .ddp import SCENARIOS, train_in_two_processes
 from .families import FAMILIES, awaken, image, random_loss
-from .frameworks import FRAMEWORKS, need_cpu_autocast, top_model
+from .frameworks import FRAMEWORKS, top_model
 from .runs import train
 
 MATRICES = (nn.Linear, nn.Conv2d, nn.ConvTranspose2d)

@@ -21,6 +21,7 @@ from mmengine.registry import HOOKS, MODELS, DefaultScope
 from mmengine.runner import Runner
 from torch import distributed, multiprocessing, nn
 from torch.nn import functional as F
+from versions import need_cpu_autocast, needs_compile
 
 from effvit_mm import AuxiliaryLossHook, LaViT
 from effvit_mm.models.auxiliary import AuxiliaryLossSource
@@ -268,6 +269,7 @@ def test_accumulated_gradients_are_those_of_the_explicit_sum():
 
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
 def test_under_autocast_it_is_float32_and_the_explicit_sum(dtype):
+    need_cpu_autocast(dtype)
     model = Classifier().train()
     data = batch(dtype=torch.float32)
 
@@ -539,6 +541,7 @@ def test_the_loss_survives_a_copy_of_the_trained_model_as_ema_makes_it():
     assert set(twin(**batch(), mode='loss')) == {'loss'}
 
 
+@needs_compile
 def test_it_compiles_as_one_graph_in_training():
     model = Classifier().train()
     data = batch(dtype=torch.float32)

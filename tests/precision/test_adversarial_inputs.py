@@ -8,9 +8,9 @@ with, and weights with which attention logits pass the range of float16.
 import pytest
 import torch
 from contract.families import FAMILIES, awaken, image
-from contract.frameworks import need_cpu_autocast
 from contract.test_training import with_large_activations
 from torch import nn
+from versions import need_cpu_autocast, need_cpu_type
 
 from effvit_mm import AuxiliaryLossHook
 
@@ -112,7 +112,7 @@ def test_a_step_of_mixed_precision_is_finite(family, dtype, weights):
 @pytest.mark.parametrize('dtype', DTYPES, ids=str)
 def test_a_model_of_half_precision_is_finite(family, dtype):
     """``model.half()`` and ``model.bfloat16()``: without autocast, all weights are of that type."""
-    need_cpu_autocast(dtype)  # as old as that, PyTorch lacks convolutions of float16 on a CPU too
+    need_cpu_type(dtype)
     for name, make in IMAGES.items():
         for weights in ('initial', 'large'):
             model = WEIGHTS[weights](family).to(dtype).train()

@@ -16,6 +16,7 @@ import pytest
 import timm
 import torch
 from attacks import attacks
+from mmengine import optim as mmengine_optim
 from mmengine.runner import CheckpointLoader
 from PIL import Image
 from test_faults_page import sentences
@@ -277,6 +278,21 @@ def test_a_training_checkpoint_is_read_without_torch_s_list_too(trained):
     assert content['optimizer']['param_groups'] == expected['optimizer']['param_groups']
     ours, theirs = (c['message_hub']['log_scalars']['train/loss'] for c in (content, expected))
     assert ours.data[0].tolist() == theirs.data[0].tolist() and ours.mean() == theirs.mean()
+
+
+@pytest.mark.parametrize('kind', ['MultiStepLR', 'CosineAnnealingLR', 'OneCycleLR', 'PolyLR'])
+@pytest.mark.parametrize('read', [read_checkpoint, lambda path: _load_found(path, 'cpu')])
+def test_the_state_of_schedulers_is_read(read, kind, tmp_path):
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
+    own = dict(
+        MultiStepLR=dict(milestones=[8, 11]),
+        CosineAnnealingLR=dict(T_max=9),
+        OneCycleLR=dict(eta_max=1.0, total_steps=9),
+    )
+    scheduler = getattr(mmengine_optim, kind)(optimizer, **own.get(kind, {}))
+    state = dict(param_schedulers=[scheduler.state_dict()], optimizer=optimizer.state_dict())
+    torch.save(state, tmp_path / 'epoch_1.pth')
+    assert read(str(tmp_path / 'epoch_1.pth')) == state
 
 
 @pytest.mark.parametrize('legacy', [False, True])

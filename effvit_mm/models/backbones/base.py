@@ -17,7 +17,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..checkpoint import CheckpointError, read_state_dict, select_prefix
-from ..layers.utils import ConditionalPositionEncoding, is_captured, tokens_to_map
+from ..layers.utils import (
+    TORCH_2_4,
+    ConditionalPositionEncoding,
+    is_captured,
+    tokens_to_map,
+)
 
 NUM_STAGES = 4
 STRIDES = (4, 8, 16, 32)
@@ -98,6 +103,12 @@ class PyramidBackbone(BaseModule):
     #: where only the checkpoint has them; regular expressions
     may_lack: ClassVar[str] = r'norm\d\.'
     must_have: ClassVar[str] = r'stages\.(\d+)\.'
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if not TORCH_2_4 and 'forward' in vars(cls):
+            # where a compiler as old as PyTorch 2.1's breaks a graph, it changes LaViT's results
+            cls.forward = torch.compiler.disable(cls.forward)
 
     def __init__(
         self,

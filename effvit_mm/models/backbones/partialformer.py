@@ -61,12 +61,12 @@ class PartialBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.foreground_ratio = foreground_ratio
-        has_background = foreground_ratio < 1
+        self.has_background = foreground_ratio < 1
         self.pos_embed = ConditionalPositionEncoding(dim)
         self.norm1 = nn.LayerNorm(dim, eps=1e-6)
         self.mmsa = MixedMultiHeadAttention(dim, num_heads, head_expansion)
         self.sqa = None
-        if has_background and sqa != 'none':
+        if self.has_background and sqa != 'none':
             reduction = channel_reduction if sqa == 'channel_mlp' else 0
             self.sqa = SingleQueryAttention(dim, num_heads, reduction)
         self.query = None
@@ -79,7 +79,7 @@ class PartialBlock(nn.Module):
 
     def attend(self, x: Tensor, abstract: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Partial attention with both residuals; shapes as in :meth:`forward`."""
-        index = split_tokens(x, self.foreground_ratio) if self.foreground_ratio < 1 else None
+        index = split_tokens(x, self.foreground_ratio) if self.has_background else None
         tokens = self.norm1(x)
         foreground = tokens if index is None else gather_tokens(tokens, index)
         # MMSA on [a ; X_f]

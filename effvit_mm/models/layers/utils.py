@@ -4,6 +4,7 @@
 import contextlib
 
 import torch
+from mmengine.utils import digit_version
 from torch import Tensor, nn
 
 
@@ -21,13 +22,14 @@ def map_to_tokens(x: Tensor) -> Tensor:
     return x.permute(0, 2, 3, 1).flatten(1, 2).contiguous()
 
 
+#: whether torch.is_autocast_enabled takes a device, and torch.compile captures our backbones
+TORCH_2_4 = digit_version(torch.__version__) >= digit_version('2.4')
+
+
 def _autocast_is_on(device_type: str) -> bool:
-    try:
+    if TORCH_2_4:
         return torch.is_autocast_enabled(device_type)
-    except TypeError:  # torch < 2.4 asks per device with one function each
-        return (
-            torch.is_autocast_cpu_enabled() if device_type == 'cpu' else torch.is_autocast_enabled()
-        )
+    return torch.is_autocast_cpu_enabled() if device_type == 'cpu' else torch.is_autocast_enabled()
 
 
 def full_precision(x: Tensor) -> contextlib.AbstractContextManager:

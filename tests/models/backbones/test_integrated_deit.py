@@ -6,6 +6,7 @@ import timm
 import torch
 from torch import nn
 from torch.nn import functional as F
+from versions import needs_export
 
 from effvit_mm.analysis.cost import analytical_macs, counted_macs
 from effvit_mm.compression.costs import PUBLISHED_PYRAMID, Costs, cost_ratio, scale_pyramid
@@ -247,6 +248,7 @@ def test_fields_that_do_not_fit_are_named(fields, words):
         IntegratedDeiT({**ARCH, **fields})
 
 
+@needs_export
 @torch.no_grad()
 def test_a_classifier_s_export_and_trace_serve_one_window_and_many():
     torch.manual_seed(0)

@@ -16,6 +16,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
+from versions import needs_compile, needs_export
 
 from effvit_mm import AuxiliaryLossHook, LaViT
 from effvit_mm.analysis.cost import counted_macs, lavit_score_macs
@@ -385,6 +386,7 @@ def assert_equals_eager(run, model, sizes, tolerance):
                 assert (a - b).abs().max() <= tolerance
 
 
+@needs_compile
 def test_compiles_as_one_graph_for_all_image_sizes():
     torch._dynamo.reset()
     model, graphs = small(**SHALLOW), CompileCounterWithBackend('eager')
@@ -393,6 +395,7 @@ def test_compiles_as_one_graph_for_all_image_sizes():
     assert graphs.frame_count == 1
 
 
+@needs_export
 def test_one_export_serves_every_batch_and_image_size():
     model, dim = small(**SHALLOW), torch.export.Dim
     shape = {0: dim('batch', min=1), 2: dim('height', min=33), 3: dim('width', min=33)}

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
+from versions import need_cpu_type
 
 from effvit_mm import DGSSASwin, PartialFormer
 from effvit_mm.analysis.cost import analytical_macs
@@ -219,6 +220,7 @@ def test_constant_images_give_finite_features(value):
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
 @torch.no_grad()
 def test_a_model_in_half_precision_is_close_to_float32(dtype):
+    need_cpu_type(dtype)
     model, image = small(foreground_ratios=(1, 1, 1, 1)).eval(), torch.randn(2, 3, 64, 64)
     exact = model(image)
     half = model.to(dtype)(image.to(dtype))
@@ -230,5 +232,6 @@ def test_a_model_in_half_precision_is_close_to_float32(dtype):
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
 @torch.no_grad()
 def test_the_split_of_a_model_in_half_precision_is_finite(dtype):
+    need_cpu_type(dtype)
     features = small().eval().to(dtype)(30 * torch.randn(2, 3, 64, 64, dtype=dtype))
     assert all(f.isfinite().all() for f in features)

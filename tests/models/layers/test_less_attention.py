@@ -4,6 +4,7 @@
 import pytest
 import torch
 from torch import nn
+from versions import need_cpu_autocast, need_cpu_type
 
 from effvit_mm.models.layers import less_attention
 from effvit_mm.models.layers.grid import Tiling
@@ -126,6 +127,7 @@ def test_padding_makes_no_nan_of_the_largest_scores():
 
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
 def test_scores_are_float32_in_mixed_precision(dtype):
+    need_cpu_autocast(dtype)
     va, la = VanillaAttention(DIM, HEADS, 2), LessAttention(DIM, HEADS, 2, KEYS, 196)
     down = AttentionDownsample(HEADS, 4, KEYS)
     nn.init.ones_(down.head_mix)
@@ -147,6 +149,7 @@ def test_scores_are_float32_in_mixed_precision(dtype):
 
 
 def test_softmax_is_of_float32_scores_whatever_the_values_are():
+    need_cpu_type(torch.float16)
     proj = nn.Linear(8, 8).half()
     scores = torch.randn(1, 6, 2, 5) * 1e5
     values = torch.randn(1, 5, 8).half()
