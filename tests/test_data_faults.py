@@ -4,6 +4,7 @@
 import json
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -81,8 +82,8 @@ def test_masks_without_a_label_are_trained_on(root, tmp_path, monkeypatch):
                 img_path='data/digits/scenes/train', seg_map_path=str(tmp_path / 'masks')
             ),
         )
-        # with weights, MMSegmentation 1.2.2 takes 255 for a class
-        cfg.model.decode_head.loss_decode.class_weight = None
+        if import_module('mmseg').__version__ == '1.2.2':  # with weights, it takes 255 for a class
+            cfg.model.decode_head.loss_decode.class_weight = None
 
     losses = train_two_steps('semantic_fpn_lavit_digits', root, tmp_path, monkeypatch, change)
     assert losses[0] == pytest.approx(losses[-1], abs=0.2) and np.isfinite(losses).all()

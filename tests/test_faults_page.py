@@ -9,6 +9,7 @@ import pytest
 
 from effvit_mm import DGSSASwin, IntegratedDeiT, LaViT, PartialFormer
 from effvit_mm.analysis.cost import peak_memory
+from effvit_mm.models.layers.utils import TORCH_2_4
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / 'docs' / 'faults.md').read_text()
@@ -66,4 +67,5 @@ def test_an_image_of_4000_x_4000_needs_the_memory_that_the_page_states(name):
     model = BACKBONES[name]()
     for stated, is_training in ((inference, False), (training, True)):
         counted = peak_memory(model, 4000, 4000, training=is_training) / 2**30
-        assert counted == pytest.approx(stated, rel=0.03)  # PyTorch 2.1 needs 2 % more
+        # PyTorch 2.1 needs up to 2.2 % more
+        assert counted == pytest.approx(stated, rel=0.02 if TORCH_2_4 else 0.03)

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every variant of the studies beside other models trains, and costs what the studies say."""
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from contract.frameworks import build_in_scope, need
 from mmengine.config import Config
-from mmengine.registry import MODELS, DefaultScope
 
 from effvit_mm.analysis.cost import counted_macs
 from effvit_mm.engine.launch import import_framework
@@ -30,15 +29,13 @@ def loaded(study):
 )
 def test_a_variant_has_gradients_and_the_cost_of_its_peers(study, variant):
     scope, side, (least, most) = STUDIES[study]
-    for name in {scope, 'mmdet'}:  # the peers are MMDetection's
-        if find_spec(name) is None:
-            pytest.skip(f'{name} is not installed')
+    for name in (scope, 'mmdet'):  # the peers are MMDetection's
+        need(name)
     import_framework(scope)
     study = loaded(study)
     cfg = Config.fromfile(ROOT / study['config'])
     cfg.merge_from_dict({**study['options'], **study['variants'][variant]})
-    with DefaultScope.overwrite_default_scope(scope):
-        model = MODELS.build({**cfg.model, 'data_preprocessor': None}).train()
+    model = build_in_scope(scope, {**cfg.model, 'data_preprocessor': None}).train()
     features = model.extract_feat(torch.randn(2, 3, side, side))
     assert [f.shape[0] for f in features] == [2] * len(features)
     sum(f.square().mean() for f in features).backward()

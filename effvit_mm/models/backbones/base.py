@@ -17,12 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..checkpoint import CheckpointError, read_state_dict, select_prefix
-from ..layers.utils import (
-    TORCH_2_4,
-    ConditionalPositionEncoding,
-    is_captured,
-    tokens_to_map,
-)
+from ..layers.utils import TORCH_2_4, ConditionalPositionEncoding, is_captured, tokens_to_map
 
 NUM_STAGES = 4
 STRIDES = (4, 8, 16, 32)
