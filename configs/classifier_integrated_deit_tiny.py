@@ -2,7 +2,13 @@
 _base_ = ['./_base_/classifier_distilled_imagenet.py']
 
 model = dict(
-    backbone=dict(_delete_=True, type='IntegratedDeiT', arch='tiny', out_type='cls_token'),
+    backbone=dict(
+        _delete_=True,
+        type='IntegratedDeiT',
+        arch='tiny',
+        out_type='cls_token',
+        drop_path_rate=0.1,
+    ),
     neck=None,
     head=dict(in_channels=192),
     teacher=dict(model_name='deit_tiny_patch16_224'),

@@ -243,6 +243,9 @@ class TimmModel(nn.Module):
         if self.maps is None and ends:
             backbone.stages = backbone.stages[: taken[-1] + 1]
             backbone.num_stages, backbone.out_indices = taken[-1] + 1, (taken[-1],)
+            backbone.frozen_stages = min(backbone.frozen_stages, backbone.num_stages)
+            backbone.out_channels = [backbone.stage_channels[taken[-1]]]
+            backbone.out_strides = [STRIDES[taken[-1]]]
             self.num_features = self.head_hidden_size = backbone.stage_channels[taken[-1]]
         if prune_head or ends:
             self.reset_classifier(0, '')

@@ -79,6 +79,10 @@ class Table:
                 f'There is no {unknown[0] if unknown else self.kind!r}: modes are inference, '
                 'training; kinds are speed, scores.'
             )
+        if self.batch_size < 1 or any(min(size) < 32 for size in self.sizes):
+            raise SetupError('Batches have at least 1 image, images at least 32×32 pixels.')
+        if self.kind == 'speed' and len({h * w for h, w in self.sizes}) < len(self.sizes):
+            raise SetupError('Growth with pixels needs sizes of different numbers of pixels.')
 
     def measurements(self) -> int:
         """How many times models are timed: what the time is shared among."""
@@ -280,17 +284,17 @@ def save(folder: Path, name: str, table: Table, facts: dict[str, Any], block: st
 
 def command_of(argv: Sequence[str], table: str | None) -> str:
     """The command that makes a single table again, without where its results go."""
-    words, skipping = [], False
-    dropped = ('--write', '--out-dir', '--only')
-    for word in argv:
-        if word.startswith('-'):
-            option = word.partition('=')[0]
-            skipping = option in dropped
-            if skipping:
-                continue
-        elif skipping:
-            continue
-        words.append(word)
+    words, left = [], list(argv)
+    while left:
+        word = left.pop(0)
+        option, _, value = word.partition('=')
+        if option in ('--write', '--out-dir'):
+            del left[: 0 if value else 1]
+        elif option == '--only':
+            while left and not left[0].startswith('-'):
+                left.pop(0)
+        else:
+            words.append(word)
     only = [] if table is None else ['--only', table]
     return shlex.join(['python', 'tools/benchmark.py', *words, *only])
 

@@ -14,8 +14,8 @@ A study is a Python file with
 Names that begin with an underscore are the study's own.
 
 Every run trains in a process of its own, with a folder of its own under the work dir. Runs that
-are finished are not repeated, so an interrupted study goes on where it stopped. At the end,
-results.json and results.md lie in the work dir.
+are finished are not repeated, so an interrupted study goes on where it stopped; results of other
+settings are refused. At the end, results.json and results.md lie in the work dir.
 
 Example:
 
@@ -81,8 +81,8 @@ def load_study(path: str) -> dict[str, Any]:
     return study
 
 
-def write_config(study: dict[str, Any], variant: str, seed: int, folder: Path) -> Path:
-    """Write the config of one run into its folder.
+def make_config(study: dict[str, Any], variant: str, seed: int) -> Config:
+    """The config of one run.
 
     Raises:
         SetupError: Its config or its data are not there.
@@ -93,12 +93,9 @@ def write_config(study: dict[str, Any], variant: str, seed: int, folder: Path) -
         raise SetupError(f'There is no config {path}, which {variant!r} starts from.')
     cfg = read_config(path)
     cfg.merge_from_dict({**study['options'], **options, 'randomness': dict(seed=seed)})
-    cfg.work_dir = str(folder)
     import_framework(cfg.default_scope)
     check_data(cfg, 'train', 'val')
-    folder.mkdir(parents=True, exist_ok=True)
-    cfg.dump(folder / 'config.py')
-    return folder / 'config.py'
+    return cfg
 
 
 def folder_name(variant: str, seed: int) -> str:
@@ -143,10 +140,24 @@ def run(study: dict[str, Any], variant: str, seed: int, folder: Path) -> dict[st
     Raises:
         SetupError: The training failed.
     """
-    results = folder / 'result.json'
+    results, config, settings = (folder / f for f in ('result.json', 'config.py', 'settings.txt'))
+    cfg = make_config(study, variant, seed)
+    text = cfg.pretty_text  # the Runner writes a config.py of its own
     if results.is_file():
-        return json.loads(results.read_text())
-    config = write_config(study, variant, seed, folder)
+        if settings.is_file() and settings.read_text() != text:
+            raise SetupError(
+                f'{folder} has the result of other settings of {variant!r}: remove it, or choose '
+                'another --work-dir.'
+            )
+        result = json.loads(results.read_text())
+        if not result.keys() >= study['measures'].keys():
+            result.update(measure(study, config))
+            results.write_text(json.dumps(result))
+        return result
+    folder.mkdir(parents=True, exist_ok=True)
+    settings.write_text(text)
+    cfg.work_dir = str(folder)
+    cfg.dump(config)
     command = [sys.executable, TRAIN, str(config)]
     start = time.monotonic()
     with open(folder / 'train.log', 'w') as log:

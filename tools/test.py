@@ -60,7 +60,7 @@ def main() -> None:
     cfg = load_config(args)
     drop_teacher(cfg)
     check_data(cfg, 'test')
-    cfg.load_from = args.checkpoint
+    cfg.load_from, cfg.resume = args.checkpoint, False  # what was trained may have been resumed
     if args.show_dir:
         draw_into(cfg, args.show_dir)
     to_folder = cfg.default_scope == 'mmseg'

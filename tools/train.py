@@ -63,9 +63,11 @@ def main() -> None:
         if 'base_batch_size' not in cfg.get('auto_scale_lr', {}):
             raise SetupError('--auto-scale-lr needs auto_scale_lr.base_batch_size in the config.')
         cfg.auto_scale_lr.enable = True
-    if args.resume is not None:
-        cfg.resume = True
-        cfg.load_from = None if args.resume == 'auto' else args.resume
+    start = latest_checkpoint(cfg) if args.resume == 'auto' else args.resume
+    if start is not None:
+        cfg.resume, cfg.load_from = True, start
+    elif args.resume == 'auto':  # nothing to go on from yet: start as the config says
+        cfg.resume = False
     check_checkpoints(cfg)
     check_writable(cfg.work_dir)
     resume = bool(cfg.get('resume'))

@@ -38,7 +38,12 @@ from mmengine.registry import DATASETS, init_default_scope
 from torch import Tensor, nn
 
 from effvit_mm.analysis.attention import attention_of, layer_similarity, query_similarity
-from effvit_mm.analysis.compressed import draw_static, draw_tokens, static_matrices
+from effvit_mm.analysis.compressed import (
+    draw_static,
+    draw_tokens,
+    layers_after_glads,
+    static_matrices,
+)
 from effvit_mm.analysis.observe import find_backbone
 from effvit_mm.analysis.pictures import (
     draw_attention,
@@ -243,7 +248,8 @@ def static(model: nn.Module, args: argparse.Namespace, cfg: Config) -> Iterator[
         raise SetupError(f'--max-heads must be at least 1, not {args.max_heads}.')
     matrices = {k: v.cpu() for k, v in _or_explain(static_matrices, model).items()}
     name = osp.splitext(osp.basename(args.config))[0]
-    yield 'static_attention.png', draw_static(matrices, name, args.max_heads)
+    figure = draw_static(matrices, name, args.max_heads, layers_after_glads(model))
+    yield 'static_attention.png', figure
 
 
 def tokens(model: nn.Module, args: argparse.Namespace, cfg: Config) -> Iterator[tuple]:

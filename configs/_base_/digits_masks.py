@@ -41,7 +41,7 @@ digits_val = dict(
 )
 
 digits_preprocessor = dict(mean=[127.5] * 3, std=[64.0] * 3, size=(128, 128))
-# SyncBN exists on GPUs only, and BN would leave each process its own statistics
+# SyncBN of several processes needs GPUs, and BN would leave each process its own statistics
 digits_norm = dict(type='GN', num_groups=16)
 # nine of ten pixels are background; weighted alike, it is all that is learned
 digits_class_weight = [0.1] + [1.0] * 10

@@ -3,7 +3,7 @@
 and which patches feed which token after an aggregation."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..models.backbones import DGSSASwin, IntegratedDeiT
 from ..models.layers.static_attention import StaticAttention, StaticWindowAttention
+from ..models.layers.token_aggregation import GLAD
 from .pictures import empty_grid, show
 
 if TYPE_CHECKING:
@@ -55,6 +56,17 @@ def static_matrices(model: nn.Module) -> dict[int, Tensor]:
     return found
 
 
+def layers_after_glads(model: nn.Module) -> set[int]:
+    """Layers whose tokens a GLAD has made, so that they have no place on the image."""
+    backbone = find_compressed(model, 'layers')
+    glads = [
+        int(layer)
+        for layer, module in getattr(backbone, 'aggregations', {}).items()
+        if isinstance(module, GLAD)
+    ]
+    return set(range(min(glads), len(backbone.all_blocks()))) if glads else set()
+
+
 def query_map(matrix: Tensor, row: float = 0.5, column: float = 0.5) -> tuple[Tensor, int, int]:
     """What one cell attends to, as maps of the grid.
 
@@ -73,7 +85,12 @@ def query_map(matrix: Tensor, row: float = 0.5, column: float = 0.5) -> tuple[Te
     return matrix[:, extra + y * side + x, extra:].unflatten(1, (side, side)), y, x
 
 
-def draw_static(matrices: Mapping[int, Tensor], name: str, max_heads: int = 6) -> 'Figure':
+def draw_static(
+    matrices: Mapping[int, Tensor],
+    name: str,
+    max_heads: int = 6,
+    aggregated: Container[int] = (),
+) -> 'Figure':
     """Static attention: for each layer a row with the matrices of the first heads, and below each
     what the cell in the middle attends to.
 
@@ -81,24 +98,28 @@ def draw_static(matrices: Mapping[int, Tensor], name: str, max_heads: int = 6) -
         matrices: From :func:`static_matrices`.
         name: Of the model, for the title.
         max_heads: How many heads are shown.
+        aggregated: Layers whose tokens have no place on the grid, see :func:`layers_after_glads`.
     """
     heads = min(max_heads, max(len(matrix) for matrix in matrices.values()))
     figure, axes = empty_grid(2 * len(matrices), heads, 1.0, 1.7, header=0.45)
-    n = next(iter(matrices.values())).shape[1]
     figure.suptitle(
-        f'{name}: static attention. Above: all {n} queries (rows) on all keys;\n'
+        f'{name}: static attention. Above: all queries (rows) on all keys;\n'
         'below: the cell in the middle (outlined) on the grid',
         fontsize=9,
     )
     for i, (layer, matrix) in enumerate(matrices.items()):
-        maps, y, x = query_map(matrix)
+        n = matrix.shape[1]
+        maps, y, x = (None, 0, 0) if layer in aggregated else query_map(matrix)
         for head in range(min(heads, len(matrix))):
             above, below = axes[2 * i, head], axes[2 * i + 1, head]
             values = matrix[head].numpy()
             # a few large entries would leave the rest black
             high = max(float(np.quantile(values, 0.995)), 1e-12)
             above.imshow(values, cmap='magma', vmin=min(0.0, values.min()), vmax=high)
-            above.set_title(f'layer {layer}, head {head}', fontsize=8)
+            above.set_title(f'layer {layer}, head {head}, {n}²', fontsize=8)
+            if maps is None:
+                below.text(0.5, 0.5, 'tokens of a GLAD:\nno grid', ha='center', fontsize=7)
+                continue
             values = maps[head].numpy()
             below.imshow(values, cmap='magma', vmin=min(0.0, values.min()))
             below.set_title(f'largest {values.max():.2f}', fontsize=8)

@@ -152,6 +152,7 @@ def build_network(text: str, size: tuple[int, int], backbone: bool = False) -> N
     As a classifier, ours and the frameworks' are built for their last output alone (or the class
     token, where a family has one). timm's models for one image size only are built for ``size``,
     rounded up to multiples of 32, to which the image is padded, as MMDetection pads images.
+    Stochastic depth, on which sources differ, is off unless the name or the config asks for it.
 
     Args:
         text: The name, see the module's docstring.
@@ -188,9 +189,13 @@ def families() -> dict[str, type[nn.Module]]:
 def _as_classifier(kind: type[nn.Module]) -> dict[str, Any]:
     """Arguments that make a backbone return what a classifier looks at."""
     parameters = inspect.signature(kind).parameters
-    if 'out_type' in parameters:  # a class token
+    if 'out_type' in parameters and issubclass(kind, backbones.PyramidBackbone):  # a class token
         return dict(out_type='cls_token')
-    return dict(out_indices=(3,)) if 'out_indices' in parameters else {}
+    if 'out_indices' not in parameters:
+        return {}
+    default = parameters['out_indices'].default
+    # -1 and None are the last one already
+    return dict(out_indices=(max(default),)) if isinstance(default, list | tuple) else {}
 
 
 def _build_ours(name: ModelName, size: tuple[int, int], backbone: bool) -> Network:
@@ -236,6 +241,8 @@ def _build_of_framework(name: ModelName, size: tuple[int, int], backbone: bool) 
             raise SetupError(f'{name.text}: no {name.arch!r} of {name.kind} is known; {known}.')
         given = archs[name.arch]
     defaults = {} if backbone else _as_classifier(kind)
+    if 'drop_path_rate' in inspect.signature(kind).parameters:
+        defaults['drop_path_rate'] = 0.0
     settings = {**defaults, **given, 'type': name.kind, **name.kwargs}
     network = _build_registered(name.source, settings)
     return network if backbone else _with_head(network)

@@ -118,7 +118,7 @@ def build_integrated_deit(
     _check_depth(source, 'blocks', settings['depth'])
     if glad_init == 'linear':
         _start_aggregations(assembly, model, seed)
-    for layer in range(settings['depth']):
+    for layer in range(model.num_layers):
         dynamic = layer not in settings['static_layers']
         before = None if dynamic else _aggregated(assembly, model, layer)
         assembly.attention(f'blocks.{layer}', layer, dynamic, settings, before)
@@ -304,6 +304,8 @@ def _start_aggregations(assembly: _Assembly, model: IntegratedDeiT, seed: int) -
     generator = torch.Generator().manual_seed(seed)
     before: Tensor | None = None  # from the tokens of the original to those entering the next GLAD
     for layer, tokens in model.arch_settings['pyramid']:
+        if layer >= model.num_layers:  # after the last map that is asked for
+            return
         prefix = f'aggregations.{layer}'
         if not isinstance(model.get_submodule(prefix), GLAD):
             return

@@ -23,7 +23,8 @@ from ..models.checkpoint import read_state_dict
 from .build import BuildReport, build_dgssa_swin, build_integrated_deit
 from .calibration import calibrate_unprojections, token_survival
 from .keys import to_timm_keys
-from .statistics import Statistics, load_statistics, read_tensors, weights_fingerprint
+from .sources import evaluation_pipeline, preprocessor_settings, set_pipeline
+from .statistics import Statistics, load_statistics, weights_fingerprint
 
 BUILDERS = {IntegratedDeiT.__name__: build_integrated_deit, DGSSASwin.__name__: build_dgssa_swin}
 
@@ -106,7 +107,7 @@ def read_weights(name: str) -> dict[str, Tensor]:
         except (RuntimeError, OSError, ValueError) as error:
             raise SetupError(f'{name} cannot be had: {error}') from error
     try:
-        return read_tensors(name)[0] if name.endswith('.safetensors') else read_state_dict(name)
+        return read_state_dict(name)
     except (OSError, ValueError) as error:
         raise SetupError(str(error)) from error
 
@@ -211,10 +212,14 @@ def run_build(args: argparse.Namespace) -> None:
     """Build, save and report."""
     cfg = load_config(args)
     recipe = read_recipe(cfg, args.weights, args.stats, args.out)
+    if args.images < 0:
+        raise SetupError('--images must be at least 0.')
+    if args.images and recipe.kind != IntegratedDeiT.__name__:
+        raise SetupError(f'--images measures GLADs, and {recipe.kind} has none.')
     if args.images:
         check_data(cfg, 'val')
     state, report = build(recipe)
-    if args.images and recipe.kind == IntegratedDeiT.__name__:
+    if args.images:
         model = _load(recipe.kind, recipe.backbone, state)
         report.measured = token_survival(model, data_images(cfg, 'val', args.images))
     print(report.table() if args.table else report.summary())
@@ -250,12 +255,12 @@ def survival_lines(report: BuildReport) -> Iterator[str]:
 
 def data_images(cfg: Config, split: str, count: int) -> Iterator[Tensor]:
     """The first images of a data set of an MMPretrain config (of the training images a random
-    sample) as its model sees them in validation, in batches."""
+    sample) as its model sees them in the test, in batches."""
     loader = cfg[f'{split}_dataloader'].to_dict()
-    loader['dataset']['pipeline'] = cfg.val_dataloader.to_dict()['dataset']['pipeline']
+    set_pipeline(loader['dataset'], evaluation_pipeline(cfg))
     loader.update(sampler=dict(type='DefaultSampler', shuffle=split == 'train', seed=0))
     with DefaultScope.overwrite_default_scope('mmpretrain'):
-        preprocessor = MODELS.build({'type': 'ClsDataPreprocessor', **cfg.data_preprocessor})
+        preprocessor = MODELS.build({'type': 'ClsDataPreprocessor', **preprocessor_settings(cfg)})
         batches = Runner.build_dataloader(loader, seed=0)
     for batch in batches:
         images = preprocessor(batch)['inputs'][:count]
@@ -268,7 +273,9 @@ def data_images(cfg: Config, split: str, count: int) -> Iterator[Tensor]:
 def run_calibrate(args: argparse.Namespace) -> None:
     """Fit the un-projections and save the backbone with them."""
     cfg = load_config(args)
-    check_data(cfg, 'train', 'val')
+    if args.images < 1:
+        raise SetupError('--images must be at least 1.')
+    check_data(cfg, 'train')
     recipe = read_recipe(cfg, args.weights, None, args.out)
     if recipe.kind != IntegratedDeiT.__name__:
         raise SetupError(f'{recipe.kind} keeps its tokens on the grid: there is nothing to fit.')

@@ -97,7 +97,7 @@ def swin_cost_ratio(
     of the original.
 
     A window has ``w²`` tokens, so attention costs ``2nw²d`` instead of ``2n²d``, and half of that
-    when static.
+    when static. A map that is smaller than a window is one window.
 
     Args:
         embed_dim: Channels of the first stage; every stage doubles them.
@@ -114,7 +114,7 @@ def swin_cost_ratio(
     original = saved = first = 0
     for stage, depth in enumerate(depths):
         dim, side = embed_dim * 2**stage, math.ceil(image_size / (4 * 2**stage))
-        n, window = side**2, window_size**2
+        n, window = side**2, min(window_size, side) ** 2
         original += depth * (4 * n * dim**2 + 2 * n * window * dim)
         original += depth * 2 * n * dim * int(dim * mlp_ratio)
         original += 2 * n * dim**2 if stage else 0  # merging: 4 · d/2 to d channels

@@ -12,6 +12,7 @@ from mmengine.runner import Runner, load_checkpoint
 from torch import Tensor, nn
 
 from ..analysis.benchmark import time_interleaved
+from .sources import preprocessor_settings
 
 Classifier = Callable[[Tensor], Tensor]
 
@@ -22,7 +23,7 @@ def top1(classifier: Classifier, cfg: Config) -> float:
     loader = copy.deepcopy(cfg.val_dataloader)
     loader.setdefault('collate_fn', dict(type='default_collate'))
     with DefaultScope.overwrite_default_scope('mmpretrain'):
-        preprocessor = MODELS.build({'type': 'ClsDataPreprocessor', **cfg.data_preprocessor})
+        preprocessor = MODELS.build({'type': 'ClsDataPreprocessor', **preprocessor_settings(cfg)})
         batches = Runner.build_dataloader(loader)
     right = total = 0
     for batch in batches:

@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-KINDS = {'deit': 'vision transformer', 'swin': 'Swin transformer'}
+from ..models.checkpoint import WRAPPINGS
 
-#: where checkpoints keep their weights; averaged ones first, since those are what is evaluated.
-#: (mmengine's `ema_state_dict` holds the weights that were *not* averaged.)
-WRAPPINGS = ('state_dict_ema', 'model_ema', 'state_dict', 'model', 'module')
+KINDS = {'deit': 'vision transformer', 'swin': 'Swin transformer'}
 
 # what is computed, not trained
 _BUFFERS = re.compile(r'(relative_position_index|relative_coords_table|attn_mask)$')
@@ -44,8 +42,9 @@ _MM_SWIN = (
 
 
 def unwrap(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a checkpoint: out of the entries that files wrap them in (``model``,
-    ``state_dict``, averaged weights first) and without prefixes that all of them share."""
+    """The tensors of a checkpoint: out of the entries that files wrap them in (``state_dict``,
+    ``model``, their moving average where it is alone) and without prefixes that all of them
+    share."""
     for key in WRAPPINGS:
         if isinstance(checkpoint.get(key), Mapping):
             return unwrap(checkpoint[key])

@@ -95,7 +95,10 @@ def load_original(
     if name.endswith('.py'):
         if checkpoint is None:
             raise SetupError(f'The weights of {name} are needed: give a checkpoint.')
-        return _from_config(name, checkpoint, cfg_options)
+        original = _from_config(name, checkpoint, cfg_options)
+        if model_kwargs:
+            raise SetupError('--model-kwargs are for models of timm; a config has --cfg-options.')
+        return original
     kwargs = {**(model_kwargs or {}), 'num_classes': 0}
     try:
         model = timm.create_model(name, pretrained=checkpoint is None, **kwargs)
@@ -145,13 +148,18 @@ def _from_config(path: str, checkpoint: str, cfg_options: dict[str, Any] | None)
     state = _read_weights(checkpoint)
     _load(model, state, checkpoint)
     _check_equal(backbone, model, checkpoint, path)
-    preprocessor = cfg.get('data_preprocessor') or cfg.model.get('data_preprocessor') or {}
+    preprocessor = preprocessor_settings(cfg)
     mean = tuple(preprocessor.get('mean') or (0.0,) * 3)
     std = tuple(preprocessor.get('std') or (1.0,) * 3)
     with DefaultScope.overwrite_default_scope('mmpretrain'):
         pipeline = Compose(evaluation_pipeline(cfg))
     rgb = bool(preprocessor.get('to_rgb', False))
     return Original(path, model, mean, std, rgb, partial(_run_pipeline, pipeline))
+
+
+def preprocessor_settings(cfg: Config) -> dict[str, Any]:
+    """How a config of MMPretrain normalises images: beside the model or in it."""
+    return cfg.get('data_preprocessor') or cfg.model.get('data_preprocessor') or {}
 
 
 def evaluation_pipeline(cfg: Config) -> list[dict]:
@@ -299,18 +307,18 @@ def config_images(
         raise SetupError(f'{path} has no {split}_dataloader.')
     check_data(Config({f'{split}_dataloader': loader}), split)
     settings = copy.deepcopy(loader.dataset)
-    _set_pipeline(settings, evaluation_pipeline(cfg))
+    set_pipeline(settings, evaluation_pipeline(cfg))
     with DefaultScope.overwrite_default_scope('mmpretrain'):
         dataset = DATASETS.build(settings)
     load = partial(_load_item, dataset)
     return Images(f'{path} {split}', len(dataset), load, original.model.patch_embed.img_size)
 
 
-def _set_pipeline(dataset: dict, pipeline: list[dict]) -> None:
-    """Also below RepeatDataset, ConcatDataset and the like."""
+def set_pipeline(dataset: dict, pipeline: list[dict]) -> None:
+    """Give a dataset a pipeline, also below RepeatDataset, ConcatDataset and the like."""
     inner = [dataset['dataset']] if 'dataset' in dataset else dataset.get('datasets', [])
     for below in inner:
-        _set_pipeline(below, pipeline)
+        set_pipeline(below, pipeline)
     if not inner:
         dataset['pipeline'] = pipeline
 

@@ -16,8 +16,11 @@ from ..engine.launch import SettingsAction
 from .collection import Interrupted, StateFile, image_order, sum_over_images
 from .costs import swin_cost_ratio
 from .search import OBJECTIVES, evaluate_pyramid, search_architecture
-from .sources import Images, Original, config_images, folder_images, load_original
+from .sources import config_images, folder_images, load_original
 from .statistics import Statistics, StatisticsSums, load_statistics, weights_fingerprint
+
+#: what `search` chooses a pyramid by, unless told otherwise
+PYRAMID_OPTIONS = dict(glads=3, eta=0.5, objective='raw', m_min=2, grid_step=1, compare=None)
 
 
 def add_parsers(commands: Any) -> None:
@@ -93,15 +96,15 @@ def _add_search(commands: Any) -> None:
     )
     search.add_argument('stats', help='what `compress.py stats` wrote')
     search.add_argument('--static', type=int, default=2, metavar='P', help='layers 1…P are static')
-    search.add_argument('--glads', type=int, default=3, metavar='Q', help='number of aggregations')
     search.add_argument(
-        '--eta', type=float, default=0.5, help="the most it may cost, of the original's blocks"
+        '--glads', type=int, metavar='Q', help='number of aggregations (default: 3)'
     )
-    search.add_argument('--objective', choices=OBJECTIVES, default='raw')
-    search.add_argument('--m-min', type=int, default=2, help='the fewest tokens (default: 2)')
     search.add_argument(
-        '--grid-step', type=int, default=1, help='only every n-th token count (default: 1)'
+        '--eta', type=float, help="the most it may cost, of the original's blocks (default: 0.5)"
     )
+    search.add_argument('--objective', choices=OBJECTIVES, help='(default: raw)')
+    search.add_argument('--m-min', type=int, help='the fewest tokens (default: 2)')
+    search.add_argument('--grid-step', type=int, help='only every n-th token count (default: 1)')
     search.add_argument(
         '--compare',
         nargs='+',
@@ -135,6 +138,15 @@ def run_stats(args: argparse.Namespace) -> None:
         raise SetupError('--data is needed: a folder of images, or an MMPretrain config.')
     check_device(args.device)
     check_writable(osp.dirname(osp.abspath(args.out)))
+    writes = _start_process(args)
+    try:
+        _collect(args, data, writes)
+    finally:
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+
+
+def _collect(args: argparse.Namespace, data: str, writes: bool) -> None:
     original = load_original(args.model, args.checkpoint, args.model_kwargs, args.cfg_options)
     try:
         sums = StatisticsSums(original.model.to(args.device))
@@ -144,21 +156,6 @@ def run_stats(args: argparse.Namespace) -> None:
         images = config_images(data, args.split, original, args.cfg_options)
     else:
         images = folder_images(data, original)
-    writes = _start_process(args)
-    try:
-        _collect(args, original, images, sums, writes)
-    finally:
-        if distributed.is_initialized():
-            distributed.destroy_process_group()
-
-
-def _collect(
-    args: argparse.Namespace,
-    original: Original,
-    images: Images,
-    sums: StatisticsSums,
-    writes: bool,
-) -> None:
     state = StateFile(
         f'{args.out}.unfinished',
         dict(
@@ -243,8 +240,11 @@ def run_search(args: argparse.Namespace) -> None:
     stats = read_statistics(args.stats)
     meta = stats.metadata
     if meta['kind'] == 'swin':
-        print(_swin_cost(meta, args.static))
+        _search_swin(args, meta)
         return
+    for name, default in PYRAMID_OPTIONS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
     sigma, dim, ratio = stats.singular_values(), meta['dims'][0], meta['mlp_ratio']
     try:
         found = search_architecture(
@@ -270,29 +270,45 @@ def run_search(args: argparse.Namespace) -> None:
             f'compared: {" ".join(args.compare)} costs {other.cost_ratio:.1%} and retains', end=''
         )
         print(f' {other.retained:.1%}, {other.metric / found.metric - 1:+.2%} of the found one')
-    text = json.dumps(found.as_dict(), indent=1)
+    _print_and_write(found.as_dict(), args.out)
+
+
+def _print_and_write(result: dict[str, Any], path: str | None) -> None:
+    text = json.dumps(result, indent=1)
     print(text)
-    if args.out:
-        try:
-            os.makedirs(osp.dirname(osp.abspath(args.out)), exist_ok=True)
-            with open(args.out, 'w') as file:
-                file.write(text + '\n')
-        except OSError as error:
-            raise SetupError(f'{args.out} could not be written: {error}') from error
-        print(f'Wrote {args.out}')
+    if not path:
+        return
+    try:
+        os.makedirs(osp.dirname(osp.abspath(path)), exist_ok=True)
+        with open(path, 'w') as file:
+            file.write(text + '\n')
+    except OSError as error:
+        raise SetupError(f'{path} could not be written: {error}') from error
+    print(f'Wrote {path}')
 
 
-def _swin_cost(meta: dict[str, Any], num_static: int) -> str:
+def _search_swin(args: argparse.Namespace, meta: dict[str, Any]) -> None:
+    """There is nothing to search in a Swin: say what its static layers save."""
+    useless = [name for name in PYRAMID_OPTIONS if getattr(args, name) is not None]
+    if useless:
+        options = ', '.join(f'--{name.replace("_", "-")}' for name in useless)
+        raise SetupError(f'A Swin is a pyramid already: {options} can choose nothing of it.')
+    ratio = _swin_cost_ratio(meta, args.static)
+    print(
+        f'A Swin is a pyramid already: with static attention in blocks 1…{args.static} its blocks '
+        f'and patch mergings cost {ratio:.1%} of the original, {1 - ratio:.1%} less.'
+    )
+    arch = dict(static_layers=list(range(1, args.static + 1)))
+    _print_and_write(dict(arch=arch, cost_ratio=ratio), args.out)
+
+
+def _swin_cost_ratio(meta: dict[str, Any], num_static: int) -> float:
     dims = sorted(set(meta['dims']))
     depths = [meta['dims'].count(dim) for dim in dims]
     window = round(meta['tokens'][0] ** 0.5)
     try:
-        ratio = swin_cost_ratio(
+        return swin_cost_ratio(
             dims[0], depths, num_static, window, meta['image_size'][0], meta['mlp_ratio']
         )
     except ValueError as error:
         raise SetupError(str(error)) from error
-    return (
-        f'A Swin is a pyramid already: with static attention in blocks 1…{num_static} its blocks '
-        f'and patch mergings cost {ratio:.1%} of the original, {1 - ratio:.1%} less.'
-    )

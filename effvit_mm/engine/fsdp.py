@@ -41,6 +41,11 @@ class BackboneFSDPStrategy(FSDPStrategy):
     """
 
     def _wrap_model(self, model: nn.Module) -> nn.Module:
+        if getattr(model, 'teacher', None) is not None:
+            raise ValueError(
+                f'{type(model).__name__} is not trained with FSDP, since the teacher is no part of '
+                'it: train it with its own config and tools/dist_train.sh.'
+            )
         blocks = {
             id(block)
             for module in model.modules()

@@ -39,6 +39,9 @@ DATA_SOURCES = {
     'https://sceneparsing.csail.mit.edu there, with images/ and annotations/',
 }
 
+#: datasets of MMPretrain that fetch what is not there
+DOWNLOADED = ('CIFAR10', 'CIFAR100', 'FashionMNIST', 'MNIST')
+
 
 class SettingsAction(DictAction):
     """mmengine's ``KEY=VALUE`` pairs; what is none is an error of the command line."""
@@ -338,7 +341,7 @@ def import_framework(scope: str | None) -> None:
 def _not_installed(scope: str) -> str:
     return (
         f'The config needs {FRAMEWORKS[scope]} ({scope} and mmcv), which is not installed: '
-        'pip install "effvit_mm[onedl]"'
+        'follow "Installation" in the README of effvit_mm.'
     )
 
 
@@ -353,13 +356,15 @@ def check_operators() -> None:
 
     if torch.cuda.is_available() and get_compiling_cuda_version() == 'not available':
         onedl = _is_distributed_as('onedl-mmcv')
-        name = f'{"onedl-" if onedl else ""}mmcv=={mmcv.__version__}'
+        name = 'onedl-mmcv' if onedl else 'mmcv'
+        pinned = f'{name}=={mmcv.__version__}'
         raise SetupError(
             "A GPU is there, but mmcv's operators were compiled for the CPU only: get operators "
-            f'with CUDA by `pip install {"onedl-mim" if onedl else "openmim"} && mim install '
-            f'{name}` (prebuilt), or with nvcc by `MMCV_WITH_OPS=1 FORCE_CUDA=1 pip install '
-            f'--no-build-isolation --no-cache-dir --no-deps --force-reinstall {name}`, or hide the '
-            'GPU with CUDA_VISIBLE_DEVICES=-1.'
+            f'with CUDA by `pip uninstall --yes {name} && pip install '
+            f'{"onedl-mim" if onedl else "openmim"} && mim install {pinned}` (prebuilt), or with '
+            'nvcc by `MMCV_WITH_OPS=1 FORCE_CUDA=1 pip install --no-build-isolation '
+            f'--no-cache-dir --no-deps --force-reinstall {pinned}`, or hide the GPU with '
+            'CUDA_VISIBLE_DEVICES=-1.'
         )
 
 
@@ -380,10 +385,18 @@ def _datasets(dataset: dict) -> Iterator[dict]:
         yield dataset
 
 
+def _kind(dataset: dict) -> str:
+    return str(dataset.get('type', '')).split('.')[-1]
+
+
 def _expected_paths(dataset: dict) -> Iterator[str]:
     """Files and folders that a dataset of a config will read."""
+    if _kind(dataset) in DOWNLOADED and dataset.get('download', True):
+        return
     root = dataset.get('data_root') or ''
-    prefixes = dataset.get('data_prefix') or dataset.get('split') or ''
+    prefixes = dataset.get('data_prefix') or ''
+    if not prefixes and _kind(dataset) in ('ImageNet', 'ImageNet21k'):
+        prefixes = dataset.get('split') or ''  # of others it is a list of samples in a file
     prefixes = prefixes.values() if isinstance(prefixes, dict) else [prefixes]
     for path in [dataset.get('ann_file') or '', *prefixes]:
         if path or root:
@@ -416,7 +429,7 @@ def _check_path(path: str, dataset: dict, where: str) -> None:
     if '://' in path or osp.exists(path):
         return
     root = dataset.get('data_root') or '.'
-    kind = str(dataset.get('type', '')).split('.')[-1]
+    kind = _kind(dataset)
     if 'digits' in path.split('/'):
         advice = 'run `python tools/prepare_digits.py`'
     elif kind in DATA_SOURCES:

@@ -21,18 +21,22 @@ class LayerDecayOptimWrapperConstructor(DefaultOptimWrapperConstructor):
             paramwise_cfg=dict(layer_decay_rate=0.9, norm_decay_mult=0.0))
     """
 
+    def __init__(self, optim_wrapper_cfg: dict, paramwise_cfg: dict | None = None) -> None:
+        super().__init__(optim_wrapper_cfg, paramwise_cfg)
+        # without any paramwise_cfg the base class would not call add_params at all
+        if 'layer_decay_rate' not in self.paramwise_cfg:
+            raise ValueError(
+                'LayerDecayOptimWrapperConstructor needs layer_decay_rate in paramwise_cfg.'
+            )
+
     def add_params(self, params: list[dict], module: nn.Module, prefix: str = '', **kwargs) -> None:
         """Add the parameters of ``module``; see the base class."""
         first = len(params)
         super().add_params(params, module, prefix, **kwargs)
         if prefix:
             return
-        rate = self.paramwise_cfg.get('layer_decay_rate')
+        rate = self.paramwise_cfg['layer_decay_rate']
         backbone = getattr(module, 'backbone', module)
-        if rate is None:
-            raise ValueError(
-                'LayerDecayOptimWrapperConstructor needs layer_decay_rate in paramwise_cfg.'
-            )
         if not hasattr(backbone, 'get_layer_depth'):
             raise ValueError(
                 f'Layer-wise decay needs get_layer_depth, which {type(backbone).__name__} lacks.'

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from mmengine.dist import barrier, is_main_process
+from mmengine.dist import barrier
 from mmengine.logging import HistoryBuffer
 from mmengine.optim.scheduler import OneCycleParamScheduler
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.hub import download_url_to_file, get_dir
 
@@ -114,6 +115,10 @@ def _load_found(path: str, map_location: Any) -> Any:
     return torch.load(path, map_location=map_location, pickle_module=module, weights_only=False)
 
 
+def _load_safetensors(path: str, map_location: Any) -> dict[str, Tensor]:
+    return load_file(path)
+
+
 def _can_extend_list() -> bool:
     import mmengine.runner.checkpoint as theirs
 
@@ -123,7 +128,8 @@ def _can_extend_list() -> bool:
 
 
 def _local_path(path: str) -> str:
-    """The path itself; of a URL its copy in torch's cache, downloaded by the main process."""
+    """The path itself; of a URL its copy in torch's cache, downloaded by one process of each
+    machine."""
     if not path.startswith(('http://', 'https://')):
         path = osp.expanduser(path)
         if osp.isdir(path):
@@ -132,7 +138,7 @@ def _local_path(path: str) -> str:
             raise MissingCheckpointError(f'There is no checkpoint {path}.')
         return path
     local = osp.join(get_dir(), 'checkpoints', osp.basename(path.split('?')[0]))
-    if is_main_process() and not osp.isfile(local):
+    if os.environ.get('LOCAL_RANK', '0') == '0' and not osp.isfile(local):
         os.makedirs(osp.dirname(local), exist_ok=True)
         try:
             download_url_to_file(path, local)
@@ -146,8 +152,9 @@ def read_checkpoint(path: str, map_location: Any = 'cpu') -> Any:
     """Read a checkpoint file or URL, all that is in it, without ever running code from it.
 
     Args:
-        path: Local path or http(s) URL of a file written by :func:`torch.save`.
-        map_location: See :func:`torch.load`.
+        path: Local path or http(s) URL of a file written by :func:`torch.save`, or of a
+            ``.safetensors`` file.
+        map_location: See :func:`torch.load`; the latter's tensors are on the CPU.
 
     Raises:
         MissingCheckpointError: There is no such file.
@@ -156,6 +163,8 @@ def read_checkpoint(path: str, map_location: Any = 'cpu') -> Any:
     """
     local = _local_path(path)
     load = _load_listed if _can_extend_list() else _load_found
+    if local.endswith('.safetensors'):
+        load = _load_safetensors
     try:
         return load(local, map_location)
     except pickle.UnpicklingError as error:
@@ -200,7 +209,7 @@ def read_state_dict(path: str) -> dict[str, Tensor]:
     """Read the weights of a checkpoint file or URL without ever running code from it.
 
     Args:
-        path: Local path or http(s) URL of a file written by :func:`torch.save`.
+        path: See :func:`read_checkpoint`.
 
     Raises:
         MissingCheckpointError: There is no such file.

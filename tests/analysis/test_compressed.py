@@ -11,6 +11,7 @@ from effvit_mm.analysis.compressed import (
     assigned_tokens,
     draw_static,
     draw_tokens,
+    layers_after_glads,
     query_map,
     static_matrices,
 )
@@ -67,7 +68,8 @@ def test_a_patch_belongs_to_the_token_that_it_feeds_most():
 def test_pictures_of_any_size_have_every_layer_and_every_aggregation():
     model = IntegratedDeiT(arch=DEIT)
     figure = draw_static(static_matrices(model), 'small', max_heads=1)
-    assert [axes.get_title() for axes in figure.axes[::2]] == ['layer 1, head 0', 'layer 2, head 0']
+    titles = [axes.get_title() for axes in figure.axes[::2]]
+    assert titles == ['layer 1, head 0, 17²', 'layer 2, head 0, 17²']
     image = np.random.default_rng(0).integers(0, 255, (100, 150, 3), np.uint8)
     figure = draw_tokens(image, glad_sources(model.state_dict()), patch=16, shown=2)
     titles = [axes.get_title() for axes in figure.axes]
@@ -77,6 +79,17 @@ def test_pictures_of_any_size_have_every_layer_and_every_aggregation():
     pixels = figure.axes[2].images[1].get_array()
     assert pixels.shape == (100, 150)
     np.testing.assert_array_equal(pixels[:36, :64], pixels[64:, 64:128])
+
+
+def test_tokens_of_a_glad_are_not_drawn_on_the_grid():
+    model = IntegratedDeiT(arch={**DEIT, 'static_layers': (2, 3)})
+    assert layers_after_glads(model) == {3, 4}
+    assert layers_after_glads(DGSSASwin(arch=SWIN)) == set()
+    figure = draw_static(static_matrices(model), 'small', 1, layers_after_glads(model))
+    titles = [axes.get_title() for axes in figure.axes]
+    assert titles[2] == 'layer 3, head 0, 7²' and not titles[3]
+    assert titles[1].startswith('largest') and not figure.axes[3].images
+    assert 'no grid' in figure.axes[3].texts[0].get_text()
 
 
 @pytest.mark.parametrize(

@@ -101,14 +101,15 @@ def test_mmpretrains_classifiers_keep_their_linear_layer(backbone, image):
 
 
 @pytest.mark.parametrize('build', [timm_deit, timm_swin])
-@pytest.mark.parametrize('wrap', ['bare', 'model', 'module', 'ema', 'features'])
+@pytest.mark.parametrize('wrap', ['bare', 'model', 'module', 'both', 'ema', 'features'])
 def test_timms_own_names_pass_through_in_every_wrapping(build, wrap):
     state = awake(build()).state_dict()
     wrapped = dict(
         bare=state,
         model=dict(model=state, epoch=3),
         module=dict(state_dict={f'module.{key}': value for key, value in state.items()}),
-        ema=dict(state_dict={'x': torch.zeros(1)}, state_dict_ema=state),
+        both=dict(state_dict=state, state_dict_ema={'x': torch.zeros(1)}),
+        ema=dict(epoch=3, state_dict_ema=state),
         features={re.sub(r'^layers\.', 'layers_', key): value for key, value in state.items()},
     )[wrap]
     converted = to_timm_keys(wrapped)

@@ -173,6 +173,14 @@ def test_classifiers_are_trained_with_deit_s_augmentation(name):
     assert augments == dict(Mixup=0.8, CutMix=1.0)
 
 
+@pytest.mark.parametrize(
+    ('family', 'rates'), [('integrated_deit', (0.1, 0.1, 0.1)), ('dgssa_swin', (0.2, 0.3, 0.5))]
+)
+def test_compressed_classifiers_have_their_originals_stochastic_depth(family, rates):
+    configs = [load(f'classifier_{family}_{size}') for size in ('tiny', 'small', 'base')]
+    assert tuple(cfg.model.backbone.drop_path_rate for cfg in configs) == rates
+
+
 @pytest.mark.parametrize('name', [n for n in OURS if n.startswith('classifier_')])
 def test_classifiers_average_the_last_map_or_take_the_class_token(name):
     cfg = load(name)

@@ -11,6 +11,7 @@ from mmengine.config import Config
 from PIL import Image
 
 from effvit_mm import IntegratedDeiT
+from effvit_mm.compression import build_integrated_deit, load_statistics
 from effvit_mm.compression.build_command import read_weights
 from effvit_mm.engine.launch import SetupError
 
@@ -171,6 +172,42 @@ def test_what_cannot_be_built_is_said_in_one_sentence(work, compress, arguments,
     assert '\n' not in str(error.value)
 
 
+def test_fewer_maps_are_built_of_what_they_need(work):
+    state = torch.load(work / 'deit.pth', weights_only=True)
+    tensors = load_statistics(str(work / 's.safetensors')).tensors
+    built, report = build_integrated_deit(state, tensors, OURS['arch'], out_indices=(0, 1))
+    model = IntegratedDeiT(OURS['arch'], out_indices=(0, 1))
+    model.load_state_dict(
+        {k.removeprefix('backbone.'): v for k, v in built.items() if not k.startswith('head.')}
+    )
+    assert model.num_layers == 2 and 'blocks.3.norm1.weight' in report.names('dropped')
+
+
+@pytest.mark.parametrize('command', ['build', 'calibrate'])
+def test_images_come_from_a_repeated_data_set_with_its_preprocessor_in_the_model(
+    work, compress, command
+):
+    text = (work / 'ours.py').read_text().replace('data_preprocessor', 'preprocessor')
+    text = text.replace(
+        'dataset=dataset', "dataset=dict(type='RepeatDataset', times=2, dataset=dataset)"
+    )
+    text += "model.update(data_preprocessor=dict(type='ClsDataPreprocessor', **preprocessor))\n"
+    (work / 'repeated.py').write_text(text)
+    compress(['build', str(work / 'ours.py')])
+    outs = work / 'plain.pth', work / 'repeated.pth'
+    for name, out in zip(('ours.py', 'repeated.py'), outs, strict=True):
+        arguments = ['--out', str(out), '--images', '8']
+        checkpoint = [str(work / 'compressed.pth')] if command == 'calibrate' else []
+        compress([command, str(work / name), *checkpoint, *arguments])
+    plain, repeated = map(backbone, outs)
+    assert plain.keys() == repeated.keys()
+    for images in ('-1', '0') if command == 'calibrate' else ('-1',):
+        with pytest.raises(SetupError, match='--images must be at least'):
+            compress(
+                [command, str(work / 'ours.py'), *checkpoint, '--out', 'x', '--images', images]
+            )
+
+
 def test_statistics_of_other_weights_are_refused(work, compress):
     state = torch.load(work / 'deit.pth', weights_only=True)['state_dict']
     state['backbone.cls_token'] = state['backbone.cls_token'] + 1
@@ -183,8 +220,8 @@ def test_weights_are_read_from_safetensors_too(tmp_path):
     from safetensors.torch import save_file
 
     path = tmp_path / 'x.safetensors'
-    save_file({'a': torch.ones(2)}, path)
+    save_file({'a': torch.ones(2)}, path, metadata={'format': 'pt'})
     assert torch.equal(read_weights(str(path))['a'], torch.ones(2))
     Path(path).write_bytes(b'nothing')
-    with pytest.raises(SetupError, match='not a complete file'):
+    with pytest.raises(SetupError, match='not a complete checkpoint file'):
         read_weights(str(path))

@@ -72,6 +72,18 @@ def test_variants_and_seeds_are_trained_once_and_tabulated(folder):
     assert header == '| variant | accuracy/top1 (mean) | per seed | step (ms) | saturation |'
     assert row.startswith('| less |') and row.count('|') == header.count('|')
 
+    # what is measured in addition is measured on the runs that there are
+    more = (folder / 'study.py').read_text() + "measures['twice'] = measures['saturation']\n"
+    (folder / 'more.py').write_text(more)
+    place = ('--work-dir', work_dir, '--only', 'less', '--seeds', 0)
+    status, output = run_study('more.py', *place, cwd=folder)
+    assert status == 0, output
+    assert json.loads((work_dir / 'less_seed0' / 'result.json').read_text())['twice'] > 0
+    # results of other settings are refused, and stay
+    (folder / 'more.py').write_text(more + "options['train_cfg.max_epochs'] = 2\n")
+    status, output = run_study('more.py', *place, cwd=folder)
+    assert status == 1 and "has the result of other settings of 'less'" in output
+
 
 @pytest.mark.parametrize(
     ('change', 'args', 'sentence'),

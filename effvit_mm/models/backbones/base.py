@@ -68,7 +68,7 @@ class PyramidBackbone(BaseModule):
 
     A subclass calls ``super().__init__``, builds ``self.stages`` (``num_stages`` modules, each with
     a ``patch_embed`` and ``blocks``; no more than ``out_indices`` need), calls :meth:`finish` last,
-    and returns :meth:`outputs` from its forward.
+    and returns maps made by :meth:`output` from its forward.
 
     Args:
         arch: Name of an architecture in ``arch_zoo``, or a dict of its fields. With the key

@@ -5,7 +5,7 @@ ones (Yu et al., arXiv 2310.07664)."""
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -418,17 +418,19 @@ class IntegratedDeiT(PyramidBackbone):
 
     def unprojection_start(self, i: int) -> Tensor:
         """``(cells, m)``: the inverses of the aggregations before tap ``i``, one by one."""
-        inverse = torch.eye(1 + self.grid**2)
+        inverse = torch.eye(1 + self.grid**2).to(self.pos_embed)
         for layer, aggregation in self.aggregations.items():
             if int(layer) <= self.taps[i]:
-                inverse = inverse @ aggregation.inverse()
+                inverse = inverse @ aggregation.inverse().to(inverse)
         return inverse[1:]
 
-    def reset_unprojections(self) -> None:
-        """Start the un-projections from the aggregations as they are now."""
+    def reset_unprojections(self, given: Container[str] = ()) -> None:
+        """Start the un-projections from the aggregations as they are now, except those whose weight
+        is among the ``given`` names."""
         with torch.no_grad():
             for i, unprojection in self.unprojections.items():
-                unprojection.weight.copy_(self.unprojection_start(int(i)))
+                if f'unprojections.{i}.weight' not in given:
+                    unprojection.weight.copy_(self.unprojection_start(int(i)))
 
     def _frozen_modules(self) -> Iterator[nn.Module]:
         if self.frozen_stages >= 0:
@@ -489,11 +491,9 @@ class IntegratedDeiT(PyramidBackbone):
     def load_weights(self, state: dict[str, Tensor], path: str) -> None:
         """See :meth:`PyramidBackbone.load_weights`. Un-projections that the checkpoint lacks
         start from its aggregations."""
-        own = self.unprojections if self.out_type == 'pyramid' else {}
-        before = {i: module.weight.clone() for i, module in own.items()}
         super().load_weights(state, path)
-        if before and all(torch.equal(before[i], own[i].weight) for i in before):
-            self.reset_unprojections()
+        if self.out_type == 'pyramid':
+            self.reset_unprojections(state)
 
     def embed(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tiling]:
         """Cut an image into windows of tokens.

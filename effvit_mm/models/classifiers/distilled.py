@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training a compressed model with the original as its teacher (Yu et al., arXiv 2310.07664)."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from mmengine.model.weight_init import PretrainedInit
 from mmengine.registry import MODELS
 from mmpretrain.models import ImageClassifier
 from mmpretrain.models import build_classifier as build_mmpretrain
@@ -47,7 +48,8 @@ class DistilledImageClassifier(ImageClassifier):
             model_name='deit_small_patch16_224', pretrained=True)`` for one of timm. If it has a
             ``data_preprocessor`` with another mean or standard deviation than the student's, the
             images are converted. None: for predictions only, which need no teacher.
-        teacher_checkpoint: Path or URL of the teacher's weights; None: as the config builds it.
+        teacher_checkpoint: Path or URL of the teacher's weights; None: as the config builds it. An
+            ``init_cfg`` of the teacher is not read, so one with a checkpoint is refused.
         temperature: Temperature of both predictions.
         distillation_weight: Weight of ``loss_distillation``.
         hard_weight: Weight of the head's own loss on the labels, ``loss_hard``; 0: labels are not
@@ -81,6 +83,11 @@ class DistilledImageClassifier(ImageClassifier):
             model = build_mmpretrain(dict(teacher))
             if teacher_checkpoint is not None:
                 _load_teacher(model, teacher_checkpoint)
+            elif any(_is_pretrained(module) for module in model.modules()):
+                raise ValueError(
+                    "The weights in the teacher's init_cfg or pretrained would not be loaded: give "
+                    'the file as teacher_checkpoint.'
+                )
             self._teacher = _Held(model.requires_grad_(False).eval())
             self._from_student, self._to_teacher = self._conversion()
 
@@ -169,6 +176,10 @@ class DistilledImageClassifier(ImageClassifier):
         """
         if self._from_student is not None:
             inputs = inputs * self._from_student.to(inputs) + self._to_teacher.to(inputs)
+        # here and not when this model is moved, since its copies have the same teacher
+        student, own = next(self.backbone.parameters()), next(self.teacher.parameters())
+        if (own.device, own.dtype) != (student.device, student.dtype):
+            self.teacher.to(student.device, student.dtype)
         layers = [int(layer) for layer in self.teacher_glads] if self.token_loss else []
         tokens: dict[int, Tensor] = {}
         with _recording(self.teacher_blocks() if layers else (), layers, tokens):
@@ -240,11 +251,6 @@ class DistilledImageClassifier(ImageClassifier):
             self.teacher.eval()
         return self
 
-    def _apply(self, fn: Callable, *args: Any, **kwargs: Any) -> nn.Module:
-        if self.teacher is not None:
-            self.teacher._apply(fn, *args, **kwargs)
-        return super()._apply(fn, *args, **kwargs)
-
 
 @contextmanager
 def _recording(blocks: Any, layers: list[int], tokens: dict[int, Tensor]) -> Iterator[None]:
@@ -261,6 +267,12 @@ def _recording(blocks: Any, layers: list[int], tokens: dict[int, Tensor]) -> Ite
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _is_pretrained(module: nn.Module) -> bool:
+    configs = getattr(module, 'init_cfg', None) or []
+    configs = [configs] if isinstance(configs, dict) else configs
+    return any(config.get('type') in ('Pretrained', PretrainedInit) for config in configs)
 
 
 def _load_teacher(model: nn.Module, path: str) -> None:

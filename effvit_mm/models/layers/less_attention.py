@@ -29,6 +29,7 @@ from .utils import (
     is_captured,
     map_to_tokens,
     mix_tokens,
+    precise_sum,
     tokens_to_map,
 )
 
@@ -182,10 +183,10 @@ class ScoreTransformation(nn.Module):
     def forward(self, scores: Tensor, tiling: Tiling | None = None) -> Tensor:
         """Scores ``(B, N, h, m)`` to scores of the same shape."""
         with full_precision(scores):
-            scores = scores @ at_least_float32(self.theta_identity + self.theta_delta).t()
+            scores = scores @ precise_sum(self.theta_identity, self.theta_delta).t()
             if self.psi_delta is None:
                 return scores
-            psi = at_least_float32(self.psi_identity + self.psi_delta)
+            psi = precise_sum(self.psi_identity, self.psi_delta)
             return tiling.join(mix_tokens(psi, tiling.cut(scores.flatten(2)))).view_as(scores)
 
 

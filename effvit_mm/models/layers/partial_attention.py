@@ -23,6 +23,7 @@ from .utils import (
     check_heads,
     full_precision,
     mix_tokens,
+    precise_sum,
 )
 
 MASKED = -1e30  # a large finite float32: -inf would become NaN where a whole row is masked
@@ -158,8 +159,8 @@ class HeadMLP(nn.Module):
     def forward(self, logits: Tensor) -> Tensor:
         """``(B, h, n, m)`` logits to ``(B, h, n, m)`` weights of the same dtype."""
         batch, _, n, m = logits.shape
-        expand = self.expand_identity + self.expand_delta
-        reduce = self.reduce_identity + self.reduce_delta
+        expand = precise_sum(self.expand_identity, self.expand_delta)
+        reduce = precise_sum(self.reduce_identity, self.reduce_delta)
         mixed = mix_tokens(expand, logits.flatten(2)).view(batch, -1, n, m).softmax(dim=3)
         return mix_tokens(reduce, mixed.flatten(2)).view(batch, -1, n, m)
 

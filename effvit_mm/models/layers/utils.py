@@ -48,6 +48,12 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def precise_sum(start: Tensor, difference: Tensor) -> Tensor:
+    """``start + difference`` in float32 at least: beside a 1, bfloat16 and float16 would lose small
+    differences."""
+    return at_least_float32(start) + at_least_float32(difference)
+
+
 def mix_tokens(weight: Tensor, x: Tensor) -> Tensor:
     """``W X`` for ``W (m, n)`` and ``X (B, n, C)``: ``(B, m, C)``.
 
