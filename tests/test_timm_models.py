@@ -137,6 +137,7 @@ def test_stages_that_are_not_asked_for_do_not_run_or_are_dropped(name):
     assert model.prune_intermediate_layers([0, -3]) == [0, 1]
     assert not [n for n, _ in model.named_parameters() if 'stages.2' in n or 'norm3' in n]
     assert torch.equal(model(x), maps[1]) and model.num_features == maps[1].shape[1]
+    assert model.backbone.out_channels == [maps[1].shape[1]] and model.backbone.out_strides == [8]
     with pytest.raises(ValueError, match=r'\[2, 3\] were not built'):
         model.forward_intermediates(x)
 
@@ -359,3 +360,9 @@ def test_maps_of_any_stages_load_from_a_classifier_s_file(name, indices, tmp_pat
     again.load_state_dict(maps.state_dict())
     for a, b in zip(again(image()), maps(image()), strict=True):
         assert a.isfinite().all() and torch.equal(a, b)
+
+
+def test_stages_that_were_frozen_and_pruned_do_not_hinder_training():
+    model = create('partialformer_b0', frozen_stages=3)
+    model.prune_intermediate_layers([1])
+    assert model.train().backbone.stages[1].training is False

@@ -166,7 +166,10 @@ def evaluation_pipeline(cfg: Config) -> list[dict]:
     """How a config prepares test images: without chance."""
     for split in ('test', 'val'):
         if cfg.get(f'{split}_dataloader'):
-            return cfg[f'{split}_dataloader'].dataset.pipeline
+            dataset = cfg[f'{split}_dataloader'].dataset
+            while 'pipeline' not in dataset:  # below RepeatDataset, ConcatDataset and the like
+                dataset = dataset['dataset'] if 'dataset' in dataset else dataset['datasets'][0]
+            return dataset.pipeline
     raise SetupError(f'{cfg.filename} has no test_dataloader, whose pipeline is to be used.')
 
 

@@ -107,6 +107,16 @@ def test_static_attention_saves_8_5_to_8_7_percent_of_swin(dim, depths, num_stat
     assert 0.085 <= 1 - swin_cost_ratio(dim, depths, num_static) <= 0.0875
 
 
+def test_a_swin_s_map_smaller_than_a_window_is_one_window():
+    # a map of 8 x 8 and one of 4 x 4: windows of 8 x 8 are as good as whole maps
+    expected = 1 - (64 * 8 * (2 * 8 + 64)) / (
+        64 * 8 * (4 * 8 + 2 * 64 + 8 * 8) * 2
+        + 16 * 16 * (4 * 16 + 2 * 16 + 8 * 16)
+        + 2 * 16 * 16 * 16
+    )
+    assert swin_cost_ratio(8, (2, 1), 1, 8, 32) == pytest.approx(expected)
+
+
 @given(
     depth=st.integers(3, 6),
     tokens=st.integers(5, 9),

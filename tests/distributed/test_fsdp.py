@@ -6,6 +6,7 @@ import torch
 from contract.families import FAMILIES
 from contract.frameworks import FRAMEWORKS, need
 from mmengine.config import Config
+from mmengine.registry import MODELS, DefaultScope
 
 from .digits import CONFIGS, Case, train
 from .test_equal_weights import distance
@@ -117,3 +118,16 @@ def test_a_sharded_run_goes_on_as_if_never_stopped(resumed_by, one, two, digits_
     assert len(resumed['losses']) == 5
     moved = distance(whole['before'], whole['after'])
     assert distance(resumed['after'], whole['after']) < 1e-6 * moved
+
+
+def test_a_distilled_model_is_refused():
+    """Its teacher, hidden from it, would stay whole and on the CPU."""
+    need('mmpretrain')
+    from effvit_mm.engine.fsdp import BackboneFSDPStrategy
+
+    cfg = Config.fromfile(CONFIGS / 'classifier_integrated_deit_digits.py')
+    cfg.model.update(teacher_checkpoint=None)
+    with DefaultScope.overwrite_default_scope('mmpretrain'):
+        model = MODELS.build(cfg.model)
+    with pytest.raises(ValueError, match='is not trained with FSDP'):
+        BackboneFSDPStrategy()._wrap_model(model)

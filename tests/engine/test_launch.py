@@ -10,6 +10,8 @@ from mmengine.registry import DefaultScope
 from mmengine.runner import Runner
 
 from effvit_mm.engine.launch import SetupError, build_model, import_framework
+from effvit_mm.engine.layer_decay import LayerDecayOptimWrapperConstructor
+from effvit_mm.models.checkpoint import read_state_dict
 
 CONFIG = Path(__file__).resolve().parents[2] / 'configs' / 'classifier_lavit_digits.py'
 
@@ -38,3 +40,28 @@ def test_a_model_has_the_preprocessor_that_the_config_has_beside_it(tmp_path):
             assert torch.equal(model(actual, mode='tensor'), logits)
         with pytest.raises(SetupError, match='no checkpoint'):
             build_model(cfg, str(tmp_path / 'none.pth'))
+
+
+@pytest.mark.parametrize('paramwise_cfg', [None, {}])
+def test_layer_decay_without_a_rate_is_refused(paramwise_cfg):
+    cfg = dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=0.1))
+    with pytest.raises(ValueError, match='needs layer_decay_rate'):
+        LayerDecayOptimWrapperConstructor(cfg, paramwise_cfg)
+
+
+def test_a_url_is_downloaded_once_on_every_machine(monkeypatch, tmp_path):
+    fetched = []
+
+    def fetch(url, path):
+        fetched.append(url)
+        torch.save({'a': torch.ones(2)}, path)
+
+    monkeypatch.setattr('effvit_mm.models.checkpoint.download_url_to_file', fetch)
+    monkeypatch.setattr('effvit_mm.models.checkpoint.get_dir', lambda: str(tmp_path))
+    monkeypatch.setenv('RANK', '8')  # the first process of the second machine
+    monkeypatch.setenv('LOCAL_RANK', '0')
+    for _ in range(2):
+        assert torch.equal(read_state_dict('https://x/a.pth')['a'], torch.ones(2))
+    monkeypatch.setenv('LOCAL_RANK', '1')
+    read_state_dict('https://x/a.pth')
+    assert fetched == ['https://x/a.pth']

@@ -275,7 +275,8 @@ def test_theta_and_psi_cost_what_matrices_of_their_sizes_cost():
         (['timm:swin_tny_patch4_window7_224'], 'did you mean swin_tiny_patch4_window7_224'),
         (['none.py'], 'There is no config none.py.'),
         ([PEER, '--reference', 'x'], "The reference 'x' is none of the models"),
-        ([PEER, '--size', '16', '--device', 'cpu'], 'an image at least 32×32 pixels'),
+        ([PEER, '--size', '64', '16'], 'images at least 32×32 pixels'),
+        ([PEER, '--size', '64x96', '96x64'], 'sizes of different numbers of pixels'),
         ([], 'Name models, or a --suite'),
         (['--suite', 'none'], 'There is no suite none; there are detection_800x1333'),
         (['--suite', 'growth', '--only', 'x'], "has no table 'x'; there are partialformer_growth"),
@@ -307,3 +308,33 @@ def test_the_suites_tables_name_models_that_exist_and_have_a_place_in_the_docs(p
             if model.source == 'ours':
                 assert model.arch in families()[model.kind].arch_zoo
         assert all(small < large for small, large in pairwise(table.sizes))
+
+
+@pytest.mark.parametrize(
+    'words',
+    [
+        '--out-dir out A B --rounds 3',
+        '--out-dir=out A B --rounds 3',
+        'A B --rounds 3 --out-dir out',
+    ],
+)
+def test_the_command_of_a_table_keeps_its_models(words, load_tool):
+    command = load_tool('benchmark').command_of(words.split(), None)
+    assert command == 'python tools/benchmark.py A B --rounds 3'
+
+
+def test_classifiers_of_frameworks_end_with_their_last_stage():
+    pytest.importorskip('mmpretrain')
+    network = build_network('mmpretrain:EfficientNet/b0', (64, 64))
+    assert network.fc.in_features == 1280
+
+
+def test_stochastic_depth_of_peers_is_off_unless_it_is_asked_for():
+    pytest.importorskip('mmdet')
+    drops = []
+    for name in ('mmdet:SwinTransformer/tiny', 'mmdet:SwinTransformer/tiny(drop_path_rate=0.2)'):
+        modules = build_network(name, (64, 64), backbone=True).modules()
+        drops.append(
+            max(getattr(m, 'drop_prob', 0) for m in modules if type(m).__name__ == 'DropPath')
+        )
+    assert drops == [0, pytest.approx(0.2)]

@@ -280,6 +280,48 @@ def test_a_file_that_cannot_be_written_whole_is_one_sentence_and_leaves_nothing(
     assert load_statistics(str(out)).metadata['image_count'] == 11
 
 
+def test_a_signal_to_all_processes_of_the_group_saves_the_sums_too(arguments, out, folder):
+    """torchrun, timeout and Slurm end the loading processes as well."""
+    images = out.parent / 'many'
+    images.mkdir()
+    for i in range(400):
+        (images / f'{i}.png').symlink_to(folder / 'b' / '0.png')
+    arguments[arguments.index('--workers') + 1] = '2'
+    command = [sys.executable, str(ROOT / 'tools/compress.py'), *arguments, '--data', str(images)]
+    environment = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT)}
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment
+    )
+    seen = ''
+    while '| 1' not in seen:  # the bar counts: images are being seen
+        seen += process.stderr.read(1)
+        assert process.poll() is None or seen, seen
+    os.killpg(process.pid, signal.SIGTERM)
+    _, rest = process.communicate(timeout=60)
+    assert process.returncode == 130 and 'Traceback' not in rest, rest
+    assert 'Interrupted after' in rest and Path(f'{out}.unfinished').is_file()
+
+
+def test_each_process_has_its_own_gpu(tool, arguments, monkeypatch):
+    moved = []
+
+    class Model:
+        def to(self, device):
+            moved.append(device)
+            raise ValueError('that is all')
+
+    for name, value in dict(RANK='1', LOCAL_RANK='1').items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(command, 'check_device', lambda device: None)
+    monkeypatch.setattr(command, 'load_original', lambda *_: type('', (), dict(model=Model())))
+    monkeypatch.setattr('torch.cuda.set_device', moved.append)
+    monkeypatch.setattr('torch.distributed.init_process_group', moved.append)
+    monkeypatch.setattr('torch.distributed.get_rank', lambda: 1)
+    with pytest.raises(SetupError, match='that is all'):
+        tool.main([*arguments, '--device', 'cuda', '--launcher', 'pytorch'])
+    assert moved == ['cuda:1', 'nccl', 'cuda:1']
+
+
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason='needs gloo')
 def test_two_processes_give_the_statistics_of_one(tool, arguments, out):
     tool.main(arguments)
@@ -415,3 +457,47 @@ def test_search_refuses_another_file(tool, tmp_path):
     (tmp_path / 'x').write_text('no statistics')
     with pytest.raises(SetupError, match='not a complete file of statistics'):
         tool.main(['search', str(tmp_path / 'x')])
+
+
+def test_a_swin_s_static_layers_and_what_they_save_are_json_too(tool, folder, tmp_path, capsys):
+    small = dict(img_size=64, embed_dim=8, depths='(2,2)', num_heads='(1,2)', window_size=8)
+    kwargs = [f'{key}={value}' for key, value in small.items()]
+    torch.manual_seed(0)
+    model = timm.create_model(
+        'swin_tiny_patch4_window7_224',
+        **{**small, 'depths': (2, 2), 'num_heads': (1, 2), 'num_classes': 2},
+    )
+    torch.save(model.state_dict(), tmp_path / 'swin.pth')
+    stats, found = str(tmp_path / 's.safetensors'), tmp_path / 'found.json'
+    arguments = [
+        str(tmp_path / 'swin.pth'),
+        '--data',
+        str(folder),
+        '--out',
+        stats,
+        '--workers',
+        '0',
+    ]
+    tool.main(['stats', 'swin_tiny_patch4_window7_224', *arguments, '--model-kwargs', *kwargs])
+    tool.main(['search', stats, '--static', '2', '--out', str(found)])
+    result = json.loads(found.read_text())
+    assert result['arch'] == dict(static_layers=[1, 2])
+    # both maps, 16 x 16 and 8 x 8, have windows of 64 tokens; merging makes 16 channels of 32
+    costs = [256 * 8 * (4 * 8 + 2 * 64 + 8 * 8), 64 * 16 * (4 * 16 + 2 * 64 + 8 * 16)]
+    saved = 256 * 8 * (2 * 8 + 64) + 64 * 16 * (2 * 16 + 64)
+    expected = 1 - saved / (2 * sum(costs) + 2 * 64 * 16 * 16)
+    assert result['cost_ratio'] == pytest.approx(expected)
+    assert 'A Swin is a pyramid already' in capsys.readouterr().out
+    with pytest.raises(SetupError, match='--glads, --eta can choose nothing'):
+        tool.main(['search', stats, '--glads', '2', '--eta', '0.5'])
+
+
+def test_arguments_for_timm_are_refused_with_a_config(tool, folder, tmp_path):
+    models = pytest.importorskip('mmpretrain.models')
+    config = tmp_path / 'config.py'
+    config.write_text(CONFIG.format(backbone=VIT, channels=24, size=32, root=str(folder)))
+    model = models.VisionTransformer(**{k: v for k, v in VIT.items() if k != 'type'})
+    torch.save(model.state_dict(), tmp_path / 'weights.pth')
+    arguments = [str(config), str(tmp_path / 'weights.pth'), '--out', str(tmp_path / 'out')]
+    with pytest.raises(SetupError, match='--model-kwargs are for models of timm'):
+        tool.main(['stats', *arguments, '--model-kwargs', 'depth=3'])

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from mmengine.config import Config
+from mmengine.registry import DefaultScope
 from PIL import Image
 
 from effvit_mm.engine import launch
@@ -277,6 +279,50 @@ def test_a_missing_checkpoint_says_what_writes_it(digits_root):
     )
     assert status != 0
     assert 'train the teacher first' in one_sentence(output)
+
+
+@pytest.mark.parametrize(
+    ('dataset', 'missing'),
+    [
+        (dict(type='CUB', data_root='.', split='train'), None),
+        (dict(type='CIFAR10', data_root='nowhere', split='train'), None),
+        (dict(type='CIFAR10', data_root='nowhere', download=False), 'nowhere'),
+        (dict(type='ImageNet', data_root='.', split='train'), './train'),
+    ],
+)
+def test_a_split_is_a_folder_for_imagenet_only(dataset, missing, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cfg = Config(dict(train_dataloader=dict(dataset=dataset)))
+    if missing is None:
+        launch.check_data(cfg, 'train')
+        return
+    with pytest.raises(launch.SetupError, match=f'needs {missing}'):
+        launch.check_data(cfg, 'train')
+
+
+def test_resume_without_a_checkpoint_starts_as_the_config_says(digits_root, tmp_path):
+    """Also where jobs that are requeued always have --resume."""
+    pytest.importorskip('mmpretrain')
+    config = CONFIGS / 'classifier_partialformer_b0_digits.py'
+    cfg = Config.fromfile(config)
+    launch.import_framework('mmpretrain')
+    with DefaultScope.overwrite_default_scope('mmpretrain'), torch.no_grad():
+        model = launch.build_model(cfg, None)
+        model.head.fc.bias.fill_(7)
+    torch.save(dict(state_dict=model.state_dict()), tmp_path / 'start.pth')
+    options = (f'load_from={tmp_path / "start.pth"}', 'optim_wrapper.optimizer.lr=0.0')
+    work_dir = tmp_path / 'work'
+    arguments = ('train.py', config, '--work-dir', work_dir, '--resume', '--cfg-options')
+    succeed(*(*arguments, *options, 'train_cfg.max_epochs=1'), cwd=digits_root)
+    state = torch.load(work_dir / 'epoch_1.pth', weights_only=False)['state_dict']
+    assert torch.all(state['head.fc.bias'] == 7)
+    # a resumed run's own config evaluates weights alone
+    output = succeed(*(*arguments, *options, 'train_cfg.max_epochs=2'), cwd=digits_root)
+    assert 'resumed epoch: 1' in output
+    (weights,) = work_dir.glob('epoch_2-*.pth')
+    succeed(
+        'test.py', work_dir / config.name, weights, '--work-dir', tmp_path / 't', cwd=digits_root
+    )
 
 
 def test_an_evaluator_that_was_forgotten_is_found_before_training(coco, monkeypatch):

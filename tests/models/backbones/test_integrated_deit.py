@@ -267,3 +267,27 @@ def test_a_classifier_s_export_and_trace_serve_one_window_and_many():
 def test_the_first_layer_is_never_static():
     with pytest.raises(ValueError, match=r'static_layers must lie in 1…11, not \(0, 1\)'):
         IntegratedDeiT(dict(base='tiny', static_layers=(0, 1)))
+
+
+@pytest.mark.parametrize('aggregation', ['glad', 'concat', 'downsample'])
+def test_unprojections_start_anew_in_any_precision(aggregation):
+    arch = {**ARCH, 'aggregation': aggregation}
+    model = IntegratedDeiT(arch).double()
+    model.reset_unprojections()
+    assert model.unprojections['3'].weight.dtype == torch.float64
+
+
+def test_unprojections_of_a_file_stay_and_those_it_lacks_start_from_its_aggregations(tmp_path):
+    trained = awake(IntegratedDeiT(ARCH)).float()
+    path = str(tmp_path / 'all.pth')
+    torch.save(trained.state_dict(), path)
+    for _ in range(2):  # the second time the weights are those of the file already
+        trained.load_pretrained(path)
+        for name, value in torch.load(path, weights_only=True).items():
+            assert torch.equal(trained.state_dict()[name], value), name
+    some = {k: v for k, v in trained.state_dict().items() if not k.startswith('unprojections.1.')}
+    torch.save(some, tmp_path / 'some.pth')
+    model = IntegratedDeiT(ARCH)
+    model.load_pretrained(str(tmp_path / 'some.pth'))
+    assert torch.equal(model.unprojections['2'].weight, trained.unprojections['2'].weight)
+    torch.testing.assert_close(model.unprojections['1'].weight, trained.unprojection_start(1))

@@ -315,3 +315,25 @@ def test_a_teacher_of_other_classes_is_named():
     teacher['head']['num_classes'] = 7
     with pytest.raises(ValueError, match='10 classes, the teacher 7'):
         build(teacher=teacher).loss(*batch())
+
+
+@pytest.mark.parametrize('where', ['pretrained', 'init_cfg', 'backbone'])
+def test_a_teacher_whose_weights_would_not_be_loaded_is_refused(where):
+    teacher = copy.deepcopy(TEACHER)
+    weights = dict(type='Pretrained', checkpoint='deit.pth')
+    if where == 'pretrained':
+        teacher['pretrained'] = 'deit.pth'
+    else:
+        (teacher['backbone'] if where == 'backbone' else teacher)['init_cfg'] = weights
+    with pytest.raises(ValueError, match='give the file as teacher_checkpoint'):
+        build(teacher=teacher)
+
+
+def test_a_copy_in_another_precision_leaves_the_original_s_teacher_usable():
+    model = build()
+    before = total(model.loss(*batch()))
+    twin = copy.deepcopy(model).double()
+    images, samples = batch()
+    precise = total(twin.loss(images.double(), samples))
+    torch.testing.assert_close(precise.float(), before, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(total(model.loss(*batch())), before)

@@ -260,3 +260,14 @@ def test_heads_that_do_not_divide_the_channels_are_refused():
     for build in (lambda: VanillaAttention(10, 3, 1), lambda: LessAttention(10, 3, 1, 49)):
         with pytest.raises(ValueError, match='10 channels cannot be divided among 3 heads'):
             build()
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_small_differences_from_the_identity_count_in_low_precision(dtype):
+    transform = ScoreTransformation(4)
+    with torch.no_grad():
+        transform.theta_delta.fill_diagonal_(2**-12)
+    scores = torch.randn(2, 3, 1, 4)
+    torch.testing.assert_close(
+        transform.to(dtype)(scores), scores * (1 + 2**-12), rtol=1e-6, atol=0
+    )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Partial attention against slow, obvious references that handle one token at a time."""
 
+import copy
 from fractions import Fraction
 
 import pytest
@@ -318,3 +319,11 @@ def test_information_crosses_between_the_groups_through_the_abstract_token():
     after, token_after = block(changed, abstract, 4, 4)
     assert (token_after - token_before).abs().max() > 1e-6  # background reaches the next block
     assert torch.equal(after[0, mask], before[0, mask])  # and not this block's foreground
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_small_differences_between_heads_count_in_low_precision(dtype):
+    mlp = HeadMLP(2).to(dtype)
+    logits = torch.randn(1, 2, 3, 5, dtype=torch.float64)
+    expected = copy.deepcopy(mlp).double()(logits)
+    torch.testing.assert_close(mlp(logits.float()).double(), expected, rtol=1e-5, atol=1e-6)
