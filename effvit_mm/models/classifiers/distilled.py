@@ -134,6 +134,8 @@ class DistilledImageClassifier(ImageClassifier):
                 self.teacher_glads[layer].norm.requires_grad_(False)
         # they start from the student's, which may have been loaded after the construction
         self.register_buffer('teacher_glads_started', torch.tensor(False))
+        if self.teacher is None:
+            self.register_load_state_dict_post_hook(_forget_missing_teacher_glads)
 
     @torch.no_grad()
     def start_teacher_glads(self) -> None:
@@ -267,6 +269,12 @@ def _recording(blocks: Any, layers: list[int], tokens: dict[int, Tensor]) -> Ite
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _forget_missing_teacher_glads(module: nn.Module, incompatible: Any) -> None:
+    """Predictions do not need them, and what `tools/compress.py build` writes has none."""
+    missing = incompatible.missing_keys
+    missing[:] = [key for key in missing if not key.startswith('teacher_glads')]
 
 
 def _is_pretrained(module: nn.Module) -> bool:

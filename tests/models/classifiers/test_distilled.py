@@ -337,3 +337,16 @@ def test_a_copy_in_another_precision_leaves_the_original_s_teacher_usable():
     precise = total(twin.loss(images.double(), samples))
     torch.testing.assert_close(precise.float(), before, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(total(model.loss(*batch())), before)
+
+
+def test_without_a_teacher_weights_that_only_training_needs_may_be_missing():
+    state = build().state_dict()
+    built = {name: value for name, value in state.items() if not name.startswith('teacher_glads')}
+    assert built.keys() < state.keys()
+    with pytest.raises(RuntimeError, match='teacher_glads'):
+        build().load_state_dict(built)
+    with DefaultScope.overwrite_default_scope('mmpretrain'):
+        model = MODELS.build(config(teacher=None))
+    model.load_state_dict(built)
+    with pytest.raises(RuntimeError, match='cls_token'):
+        model.load_state_dict({k: v for k, v in built.items() if 'cls_token' not in k})
