@@ -85,7 +85,7 @@ def make_config(study: dict[str, Any], variant: str, seed: int) -> Config:
     """The config of one run.
 
     Raises:
-        SetupError: Its config or its data are not there.
+        SetupError: Its config is not there.
     """
     options = dict(study['variants'][variant])
     path = options.pop('config', study['config'])
@@ -93,8 +93,6 @@ def make_config(study: dict[str, Any], variant: str, seed: int) -> Config:
         raise SetupError(f'There is no config {path}, which {variant!r} starts from.')
     cfg = read_config(path)
     cfg.merge_from_dict({**study['options'], **options, 'randomness': dict(seed=seed)})
-    import_framework(cfg.default_scope)
-    check_data(cfg, 'train', 'val')
     return cfg
 
 
@@ -125,6 +123,7 @@ def measure(study: dict[str, Any], config: Path) -> dict[str, float]:
     if not study['measures']:
         return {}
     cfg = Config.fromfile(config)
+    import_framework(cfg.default_scope)
     init_default_scope(cfg.default_scope)
     model = build_model(cfg, (config.parent / 'last_checkpoint').read_text())
     results = {}
@@ -138,7 +137,8 @@ def run(study: dict[str, Any], variant: str, seed: int, folder: Path) -> dict[st
     """Train one variant with one seed, unless that has been done; returns its results.
 
     Raises:
-        SetupError: The training failed.
+        SetupError: The training failed, its data are not there, or there is a result of other
+            settings.
     """
     results, config, settings = (folder / f for f in ('result.json', 'config.py', 'settings.txt'))
     cfg = make_config(study, variant, seed)
@@ -154,6 +154,7 @@ def run(study: dict[str, Any], variant: str, seed: int, folder: Path) -> dict[st
             result.update(measure(study, config))
             results.write_text(json.dumps(result))
         return result
+    check_data(cfg, 'train', 'val')
     folder.mkdir(parents=True, exist_ok=True)
     settings.write_text(text)
     cfg.work_dir = str(folder)

@@ -63,11 +63,11 @@ def main() -> None:
         if 'base_batch_size' not in cfg.get('auto_scale_lr', {}):
             raise SetupError('--auto-scale-lr needs auto_scale_lr.base_batch_size in the config.')
         cfg.auto_scale_lr.enable = True
-    start = latest_checkpoint(cfg) if args.resume == 'auto' else args.resume
-    if start is not None:
-        cfg.resume, cfg.load_from = True, start
-    elif args.resume == 'auto':  # nothing to go on from yet: start as the config says
-        cfg.resume = False
+    if args.resume == 'auto':  # with nothing to go on from yet, start as the config says
+        cfg.resume = latest_checkpoint(cfg) is not None
+        cfg.load_from = None if cfg.resume else cfg.get('load_from')
+    elif args.resume is not None:
+        cfg.resume, cfg.load_from = True, args.resume
     check_checkpoints(cfg)
     check_writable(cfg.work_dir)
     resume = bool(cfg.get('resume'))

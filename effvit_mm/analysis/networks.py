@@ -241,7 +241,8 @@ def _build_of_framework(name: ModelName, size: tuple[int, int], backbone: bool) 
             raise SetupError(f'{name.text}: no {name.arch!r} of {name.kind} is known; {known}.')
         given = archs[name.arch]
     defaults = {} if backbone else _as_classifier(kind)
-    if 'drop_path_rate' in inspect.signature(kind).parameters:
+    # some hand their arguments on to a base class
+    if any('drop_path_rate' in inspect.signature(c.__init__).parameters for c in kind.__mro__):
         defaults['drop_path_rate'] = 0.0
     settings = {**defaults, **given, 'type': name.kind, **name.kwargs}
     network = _build_registered(name.source, settings)

@@ -118,15 +118,15 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
-def _ignore_once(number: int, frame: Any) -> None:
-    signal.signal(number, signal.SIG_DFL)
+def _end_later(number: int, frame: Any) -> None:
+    signal.alarm(60)  # which ends a process that has no handler for it
 
 
 def _ignore_interrupts(worker: int) -> None:
     """Ctrl-C reaches all processes of a terminal, and torchrun, ``timeout`` and Slurm end all of a
     group; the loader's wait for the main one, which saves and then ends them."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _ignore_once)
+    signal.signal(signal.SIGTERM, _end_later)
 
 
 class _Guarded(Dataset):

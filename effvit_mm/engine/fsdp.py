@@ -41,7 +41,8 @@ class BackboneFSDPStrategy(FSDPStrategy):
     """
 
     def _wrap_model(self, model: nn.Module) -> nn.Module:
-        if getattr(model, 'teacher', None) is not None:
+        teacher = getattr(model, 'teacher', None)
+        if teacher is not None and all(teacher is not module for module in model.modules()):
             raise ValueError(
                 f'{type(model).__name__} is not trained with FSDP, since the teacher is no part of '
                 'it: train it with its own config and tools/dist_train.sh.'

@@ -138,7 +138,9 @@ def _local_path(path: str) -> str:
             raise MissingCheckpointError(f'There is no checkpoint {path}.')
         return path
     local = osp.join(get_dir(), 'checkpoints', osp.basename(path.split('?')[0]))
-    if os.environ.get('LOCAL_RANK', '0') == '0' and not osp.isfile(local):
+    # the number of a process on its machine, by MPI or else by torchrun and Slurm
+    rank = os.environ.get('OMPI_COMM_WORLD_LOCAL_RANK') or os.environ.get('LOCAL_RANK', '0')
+    if rank == '0' and not osp.isfile(local):
         os.makedirs(osp.dirname(local), exist_ok=True)
         try:
             download_url_to_file(path, local)

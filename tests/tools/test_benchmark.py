@@ -332,9 +332,10 @@ def test_classifiers_of_frameworks_end_with_their_last_stage():
 def test_stochastic_depth_of_peers_is_off_unless_it_is_asked_for():
     pytest.importorskip('mmdet')
     drops = []
-    for name in ('mmdet:SwinTransformer/tiny', 'mmdet:SwinTransformer/tiny(drop_path_rate=0.2)'):
+    swin, pvt = 'mmdet:SwinTransformer/tiny', 'mmdet:PyramidVisionTransformerV2/b0'
+    for name in (swin, pvt, f'{swin}(drop_path_rate=0.2)', f'{pvt}(drop_path_rate=0.2)'):
         modules = build_network(name, (64, 64), backbone=True).modules()
         drops.append(
             max(getattr(m, 'drop_prob', 0) for m in modules if type(m).__name__ == 'DropPath')
         )
-    assert drops == [0, pytest.approx(0.2)]
+    assert drops == [0, 0, pytest.approx(0.2), pytest.approx(0.2)]

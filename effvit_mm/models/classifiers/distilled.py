@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training a compressed model with the original as its teacher (Yu et al., arXiv 2310.07664)."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +26,18 @@ class _Held:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self._copies: dict[tuple[torch.device, torch.dtype], nn.Module] = {}
+
+    def like(self, x: Tensor) -> nn.Module:
+        """The module, or a copy of it, with the device and precision of ``x``. The module itself
+        stays as it is: another owner may need it, and in full precision."""
+        own = next(self.module.parameters())
+        if (own.device, own.dtype) == (x.device, x.dtype):
+            return self.module
+        key = x.device, x.dtype
+        if key not in self._copies:
+            self._copies[key] = copy.deepcopy(self.module).to(*key)
+        return self._copies[key]
 
     def __deepcopy__(self, memo: dict) -> '_Held':
         return self
@@ -100,7 +113,7 @@ class DistilledImageClassifier(ImageClassifier):
         if token_loss is not None and glads:
             self.token_loss = MODELS.build(dict(token_loss))
             if teacher is not None:
-                self.teacher_blocks()  # a teacher without them is refused now
+                self.teacher_blocks(self.teacher)  # a teacher without them is refused now
             self._build_teacher_glads(glads)
 
     @property
@@ -108,19 +121,19 @@ class DistilledImageClassifier(ImageClassifier):
         """The teacher, if there is one."""
         return self._teacher and self._teacher.module
 
-    def teacher_blocks(self) -> nn.ModuleList:
-        """The teacher's transformer blocks.
+    def teacher_blocks(self, teacher: nn.Module) -> nn.ModuleList:
+        """The transformer blocks of the teacher, or of a copy of it.
 
         Raises:
             ValueError: It is no ViT of timm or MMPretrain.
         """
         for owner, name in (('model', 'blocks'), ('backbone', 'layers')):
-            blocks = getattr(getattr(self.teacher, owner, None), name, None)
+            blocks = getattr(getattr(teacher, owner, None), name, None)
             if isinstance(blocks, nn.ModuleList | nn.Sequential):
                 return blocks
         raise ValueError(
             f'Token distillation needs a DeiT or ViT of timm or MMPretrain as the teacher, not '
-            f'{type(self.teacher).__name__}; token_loss=None trains without it.'
+            f'{type(teacher).__name__}; token_loss=None trains without it.'
         )
 
     def _build_teacher_glads(self, glads: dict[str, GLAD]) -> None:
@@ -178,14 +191,11 @@ class DistilledImageClassifier(ImageClassifier):
         """
         if self._from_student is not None:
             inputs = inputs * self._from_student.to(inputs) + self._to_teacher.to(inputs)
-        # here and not when this model is moved, since its copies have the same teacher
-        student, own = next(self.backbone.parameters()), next(self.teacher.parameters())
-        if (own.device, own.dtype) != (student.device, student.dtype):
-            self.teacher.to(student.device, student.dtype)
+        teacher = self._teacher.like(next(self.backbone.parameters()))
         layers = [int(layer) for layer in self.teacher_glads] if self.token_loss else []
         tokens: dict[int, Tensor] = {}
-        with _recording(self.teacher_blocks() if layers else (), layers, tokens):
-            logits = self.teacher(inputs, mode='tensor')
+        with _recording(self.teacher_blocks(teacher) if layers else (), layers, tokens):
+            logits = teacher(inputs, mode='tensor')
         return (logits[-1] if isinstance(logits, tuple | list) else logits), tokens
 
     def loss(self, inputs: Tensor, data_samples: list[DataSample]) -> dict[str, Tensor]:
