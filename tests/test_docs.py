@@ -76,3 +76,14 @@ def test_the_cost_of_an_architecture_is_computed_as_the_page_on_extending_says(c
     exec(block, {})
     gmacs, exponent = map(float, capsys.readouterr().out.split())
     assert 41 < gmacs < 60 and 1 < exponent < 1.15
+
+
+def test_measured_costs_of_every_family_grow_almost_linearly_with_pixels():
+    page = (ROOT / 'docs' / 'benchmarks.md').read_text()
+    for name in ('partialformer', 'lavit', 'integrated_deit', 'dgssa_swin'):
+        table = page.split(f'results: {name}_growth begin')[1].split('results:')[0]
+        rows = [[cell.strip() for cell in line.split('|')[1:-1]] for line in table.splitlines()]
+        rows = [row for row in rows if row and '(timm)' not in row[0]]
+        found = {row[1].split()[0]: float(row[-1]) for row in rows if row[1].endswith(')')}
+        assert found.keys() == {'MACs', 'time', 'memory'}, name
+        assert max(found.values()) <= 1.15, name

@@ -300,7 +300,10 @@ def _shape(x: Tensor) -> str:
 
 
 def _start_aggregations(assembly: _Assembly, model: IntegratedDeiT, seed: int) -> None:
-    """GLADs that keep the tokens' main directions (docs/compression.md, "Initialisation")."""
+    """GLADs that keep the tokens' main directions (docs/compression.md, "Build")."""
+    # With the deviation of the tokens as earlier GLADs have enlarged them, later ones would
+    # lose less (0.36 instead of 0.41 before the digits' layer 5), but five epochs of training from
+    # there ended 0.3 to 0.8 points lower with each of three seeds.
     generator = torch.Generator().manual_seed(seed)
     before: Tensor | None = None  # from the tokens of the original to those entering the next GLAD
     for layer, tokens in model.arch_settings['pyramid']:

@@ -142,8 +142,13 @@ def test_the_benchmark_recipes_are_those_of_the_literature(name):
     elif name.startswith('classifier'):
         expected = (1e-3, 0.05, 4096 if 'integrated_deit' in name else 1024)
         assert cfg.train_cfg.max_epochs == 300
-        if 'teacher' in cfg.model:
+        if name.startswith(('classifier_integrated_deit', 'classifier_dgssa_swin')):
+            assert cfg.model.teacher.pretrained and not cfg.model.get('hard_weight')
+            assert cfg.model.get('temperature', 1) == cfg.model.get('distillation_weight', 1) == 1
+            assert 8 * cfg.train_dataloader.batch_size == expected[2]
             warm_up, cosine = cfg.param_scheduler
+            assert (warm_up.type, cosine.type) == ('LinearLR', 'CosineAnnealingLR')
+            assert warm_up.by_epoch and cosine.by_epoch
             assert optimizer.lr * warm_up.start_factor == pytest.approx(1e-6)
             assert (warm_up.end, cosine.begin, cosine.end) == (5, 5, 300)
             assert cosine.eta_min == 1e-5

@@ -152,3 +152,14 @@ def test_train_and_eval_return_the_module(family):
     assert model.train() is model
     assert model.train(False) is model
     assert model.eval() is model
+
+
+@pytest.mark.parametrize('train', [False, True], ids=['eval', 'train'])
+def test_everything_is_computed_on_the_device_of_the_model(family, train):
+    """Torch refuses to mix devices; ``meta`` is another one than the CPU that needs no GPU."""
+    for fields in ({}, *family.ablations):
+        model = family.cls(arch={**family.small, **fields}).to('meta').train(train)
+        outputs = model(torch.zeros(2, 3, 100, 133, device='meta'))
+        assert all(o.device.type == 'meta' for o in outputs)
+        if train:
+            sum(o.sum() for o in outputs).backward()

@@ -438,6 +438,8 @@ class IntegratedDeiT(PyramidBackbone):
         if self.frozen_stages < 1:
             return
         last = self.taps[self.frozen_stages - 1]
+        if self.out_type == 'cls_token' and self.frozen_stages == NUM_STAGES:
+            last = self.num_layers - 1  # layers after the last tap are built here
         for layer in range(last + 1):
             yield self.blocks[layer]
             if str(layer) in self.aggregations:

@@ -27,6 +27,8 @@ TORCH_2_4 = digit_version(torch.__version__) >= digit_version('2.4')
 
 
 def _autocast_is_on(device_type: str) -> bool:
+    if device_type == 'meta':  # which has no autocast
+        return False
     if TORCH_2_4:
         return torch.is_autocast_enabled(device_type)
     return torch.is_autocast_cpu_enabled() if device_type == 'cpu' else torch.is_autocast_enabled()

@@ -291,3 +291,10 @@ def test_unprojections_of_a_file_stay_and_those_it_lacks_start_from_its_aggregat
     model.load_pretrained(str(tmp_path / 'some.pth'))
     assert torch.equal(model.unprojections['2'].weight, trained.unprojections['2'].weight)
     torch.testing.assert_close(model.unprojections['1'].weight, trained.unprojection_start(1))
+
+
+def test_a_classifier_of_which_all_stages_are_frozen_trains_nothing():
+    arch = {**ARCH, 'taps': (0, 1, 2, 3)}
+    assert arch['depth'] > 4
+    model = IntegratedDeiT(arch, out_type='cls_token', frozen_stages=4)
+    assert not [name for name, p in model.named_parameters() if p.requires_grad]
