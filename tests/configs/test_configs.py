@@ -143,7 +143,8 @@ def test_the_benchmark_recipes_are_those_of_the_literature(name):
         expected = (1e-3, 0.05, 4096 if 'integrated_deit' in name else 1024)
         assert cfg.train_cfg.max_epochs == 300
         if name.startswith(('classifier_integrated_deit', 'classifier_dgssa_swin')):
-            assert cfg.model.teacher.pretrained and not cfg.model.get('hard_weight')
+            # of the file: `load` takes the pretrained weights away
+            assert parsed(name).model.teacher.pretrained and not cfg.model.get('hard_weight')
             assert cfg.model.get('temperature', 1) == cfg.model.get('distillation_weight', 1) == 1
             assert 8 * cfg.train_dataloader.batch_size == expected[2]
             warm_up, cosine = cfg.param_scheduler
