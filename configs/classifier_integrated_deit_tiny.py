@@ -1,15 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-_base_ = ['./_base_/classifier_distilled_imagenet.py']
+_base_ = ['./_base_/integrated_deit_imagenet.py']
 
 model = dict(
-    backbone=dict(
-        _delete_=True,
-        type='IntegratedDeiT',
-        arch='tiny',
-        out_type='cls_token',
-        drop_path_rate=0.1,
-    ),
-    neck=None,
+    backbone=dict(arch='tiny'),
     head=dict(in_channels=192),
     teacher=dict(model_name='deit_tiny_patch16_224'),
 )
@@ -18,7 +11,3 @@ compression = dict(
     statistics='work_dirs/integrated_deit_tiny/statistics.safetensors',
 )
 load_from = 'work_dirs/integrated_deit_tiny/compressed.pth'
-
-# 8 GPUs with 512 images each
-train_dataloader = dict(batch_size=512)
-auto_scale_lr = dict(base_batch_size=4096)

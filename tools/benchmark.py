@@ -79,8 +79,8 @@ class Table:
                 f'There is no {unknown[0] if unknown else self.kind!r}: modes are inference, '
                 'training; kinds are speed, scores.'
             )
-        if self.batch_size < 1 or any(min(size) < 32 for size in self.sizes):
-            raise SetupError('Batches have at least 1 image, images at least 32×32 pixels.')
+        for size in self.sizes:
+            Settings(tuple(size), self.batch_size).check()
         if self.kind == 'speed' and len({h * w for h, w in self.sizes}) < len(self.sizes):
             raise SetupError('Growth with pixels needs sizes of different numbers of pixels.')
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..models.backbones import DGSSASwin, IntegratedDeiT
 from ..models.layers.static_attention import StaticAttention, StaticWindowAttention
-from ..models.layers.token_aggregation import GLAD
+from ..models.layers.token_aggregation import glads_of
 from .pictures import empty_grid, show
 
 if TYPE_CHECKING:
@@ -59,12 +59,8 @@ def static_matrices(model: nn.Module) -> dict[int, Tensor]:
 def layers_after_glads(model: nn.Module) -> set[int]:
     """Layers whose tokens a GLAD has made, so that they have no place on the image."""
     backbone = find_compressed(model, 'layers')
-    glads = [
-        int(layer)
-        for layer, module in getattr(backbone, 'aggregations', {}).items()
-        if isinstance(module, GLAD)
-    ]
-    return set(range(min(glads), len(backbone.all_blocks()))) if glads else set()
+    num_layers = len(backbone.all_blocks())
+    return set(range(min(map(int, glads_of(backbone)), default=num_layers), num_layers))
 
 
 def query_map(matrix: Tensor, row: float = 0.5, column: float = 0.5) -> tuple[Tensor, int, int]:

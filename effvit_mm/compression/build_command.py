@@ -23,7 +23,7 @@ from ..models.checkpoint import read_state_dict
 from .build import BuildReport, build_dgssa_swin, build_integrated_deit
 from .calibration import calibrate_unprojections, token_survival
 from .keys import to_timm_keys
-from .sources import evaluation_pipeline, preprocessor_settings, set_pipeline
+from .sources import build_preprocessor, evaluation_pipeline, set_pipeline
 from .statistics import Statistics, load_statistics, weights_fingerprint
 
 BUILDERS = {IntegratedDeiT.__name__: build_integrated_deit, DGSSASwin.__name__: build_dgssa_swin}
@@ -259,8 +259,8 @@ def data_images(cfg: Config, split: str, count: int) -> Iterator[Tensor]:
     loader = cfg[f'{split}_dataloader'].to_dict()
     set_pipeline(loader['dataset'], evaluation_pipeline(cfg))
     loader.update(sampler=dict(type='DefaultSampler', shuffle=split == 'train', seed=0))
+    preprocessor = build_preprocessor(cfg)
     with DefaultScope.overwrite_default_scope('mmpretrain'):
-        preprocessor = MODELS.build({'type': 'ClsDataPreprocessor', **preprocessor_settings(cfg)})
         batches = Runner.build_dataloader(loader, seed=0)
     for batch in batches:
         images = preprocessor(batch)['inputs'][:count]
@@ -331,7 +331,7 @@ def write_json(path: str, content: dict[str, Any]) -> None:
     try:
         os.makedirs(osp.dirname(osp.abspath(path)), exist_ok=True)
         with open(path, 'w') as file:
-            json.dump(content, file, indent=1)
+            file.write(json.dumps(content, indent=1) + '\n')
     except OSError as error:
         raise SetupError(f'{path} could not be written: {error}') from error
     print(f'Wrote {path}')

@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import torch
 from mmengine.config import Config
-from mmengine.registry import MODELS, DefaultScope
+from mmengine.registry import DefaultScope
 from mmengine.runner import Runner, load_checkpoint
 from torch import Tensor, nn
 
 from ..analysis.benchmark import time_interleaved
-from .sources import preprocessor_settings
+from .sources import build_preprocessor
 
 Classifier = Callable[[Tensor], Tensor]
 
@@ -22,8 +22,8 @@ def top1(classifier: Classifier, cfg: Config) -> float:
     """Percent of the validation images of a config that a classifier names right."""
     loader = copy.deepcopy(cfg.val_dataloader)
     loader.setdefault('collate_fn', dict(type='default_collate'))
+    preprocessor = build_preprocessor(cfg)
     with DefaultScope.overwrite_default_scope('mmpretrain'):
-        preprocessor = MODELS.build({'type': 'ClsDataPreprocessor', **preprocessor_settings(cfg)})
         batches = Runner.build_dataloader(loader)
     right = total = 0
     for batch in batches:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from ..engine.faults import UNREADABLE, SetupError
-from ..engine.launch import check_data, load_config
+from ..engine.launch import check_data, datasets_in, load_config
 from ..models.checkpoint import read_state_dict
 from .keys import to_timm_keys
 
@@ -162,14 +162,17 @@ def preprocessor_settings(cfg: Config) -> dict[str, Any]:
     return cfg.get('data_preprocessor') or cfg.model.get('data_preprocessor') or {}
 
 
+def build_preprocessor(cfg: Config) -> nn.Module:
+    """The data preprocessor of a config of MMPretrain."""
+    with DefaultScope.overwrite_default_scope('mmpretrain'):
+        return MODELS.build({'type': 'ClsDataPreprocessor', **preprocessor_settings(cfg)})
+
+
 def evaluation_pipeline(cfg: Config) -> list[dict]:
     """How a config prepares test images: without chance."""
     for split in ('test', 'val'):
         if cfg.get(f'{split}_dataloader'):
-            dataset = cfg[f'{split}_dataloader'].dataset
-            while 'pipeline' not in dataset:  # below RepeatDataset, ConcatDataset and the like
-                dataset = dataset['dataset'] if 'dataset' in dataset else dataset['datasets'][0]
-            return dataset.pipeline
+            return next(datasets_in(cfg[f'{split}_dataloader'].dataset)).pipeline
     raise SetupError(f'{cfg.filename} has no test_dataloader, whose pipeline is to be used.')
 
 
@@ -319,11 +322,8 @@ def config_images(
 
 def set_pipeline(dataset: dict, pipeline: list[dict]) -> None:
     """Give a dataset a pipeline, also below RepeatDataset, ConcatDataset and the like."""
-    inner = [dataset['dataset']] if 'dataset' in dataset else dataset.get('datasets', [])
-    for below in inner:
-        set_pipeline(below, pipeline)
-    if not inner:
-        dataset['pipeline'] = pipeline
+    for inner in datasets_in(dataset):
+        inner['pipeline'] = pipeline
 
 
 def _load_item(dataset: Dataset, i: int) -> tuple[Tensor, str]:

@@ -13,6 +13,7 @@ from torch import distributed
 
 from ..engine.faults import SetupError, check_device, check_writable
 from ..engine.launch import SettingsAction
+from .build_command import write_json
 from .collection import Interrupted, StateFile, image_order, sum_over_images
 from .costs import swin_cost_ratio
 from .search import OBJECTIVES, evaluate_pyramid, search_architecture
@@ -274,17 +275,9 @@ def run_search(args: argparse.Namespace) -> None:
 
 
 def _print_and_write(result: dict[str, Any], path: str | None) -> None:
-    text = json.dumps(result, indent=1)
-    print(text)
-    if not path:
-        return
-    try:
-        os.makedirs(osp.dirname(osp.abspath(path)), exist_ok=True)
-        with open(path, 'w') as file:
-            file.write(text + '\n')
-    except OSError as error:
-        raise SetupError(f'{path} could not be written: {error}') from error
-    print(f'Wrote {path}')
+    print(json.dumps(result, indent=1))
+    if path:
+        write_json(path, result)
 
 
 def _search_swin(args: argparse.Namespace, meta: dict[str, Any]) -> None:

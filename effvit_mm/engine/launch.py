@@ -375,12 +375,12 @@ def _is_distributed_as(name: str) -> bool:
         return False
 
 
-def _datasets(dataset: dict) -> Iterator[dict]:
+def datasets_in(dataset: dict) -> Iterator[dict]:
     """The datasets that hold data, below RepeatDataset, ConcatDataset and the like."""
     if 'dataset' in dataset:
-        yield from _datasets(dataset['dataset'])
+        yield from datasets_in(dataset['dataset'])
     for inner in dataset.get('datasets', []):
-        yield from _datasets(inner)
+        yield from datasets_in(inner)
     if 'dataset' not in dataset and 'datasets' not in dataset:
         yield dataset
 
@@ -416,7 +416,7 @@ def check_data(cfg: Config, *splits: str) -> None:
     for split in splits:
         loader = cfg.get(f'{split}_dataloader') or {}
         evaluators = cfg.get(f'{split}_evaluator') or []
-        datasets = list(_datasets(loader['dataset'])) if 'dataset' in loader else []
+        datasets = list(datasets_in(loader['dataset'])) if 'dataset' in loader else []
         for dataset in datasets:
             for path in _expected_paths(dataset):
                 _check_path(path, dataset, f'{split}_dataloader')

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from mmengine.dist import barrier
 from mmengine.logging import HistoryBuffer
+from mmengine.model.weight_init import PretrainedInit
 from mmengine.optim.scheduler import OneCycleParamScheduler
 from safetensors.torch import load_file
 from torch import Tensor
@@ -218,6 +219,13 @@ def read_state_dict(path: str) -> dict[str, Tensor]:
         CheckpointError: The file is damaged, holds more than weights, or holds none.
     """
     return find_weights(read_checkpoint(path), path)
+
+
+def split_init_cfg(init_cfg: dict | list[dict] | None) -> tuple[list[dict], list[dict]]:
+    """What of an ``init_cfg`` names checkpoints, and the rest."""
+    configs = [init_cfg] if isinstance(init_cfg, dict) else init_cfg or []
+    named = [c for c in configs if c['type'] in ('Pretrained', PretrainedInit)]
+    return named, [c for c in configs if c not in named]
 
 
 def select_prefix(state: dict[str, Tensor], prefix: str | None, path: str) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -129,11 +130,8 @@ def poison_tiles(model: nn.Module) -> Iterator[None]:
         outside = ~self.inside().repeat(self.batch, 1)
         return join(self, tiles.masked_fill(outside[..., None], 1e3))
 
-    Tiling.join = poisoned
-    try:
+    with patch.object(Tiling, 'join', poisoned):
         yield
-    finally:
-        Tiling.join = join
 
 
 @contextmanager
@@ -149,11 +147,8 @@ def poison_windows(model: nn.Module) -> Iterator[None]:
         outside = ~self.inside().repeat(self.batch, 1)[..., None]
         return torch.where(outside, 30 * torch.randn_like(tiles), tiles)
 
-    Tiling.cut = poisoned
-    try:
+    with patch.object(Tiling, 'cut', poisoned):
         yield
-    finally:
-        Tiling.cut = cut
 
 
 def start_linear(model: IntegratedDeiT) -> None:

@@ -4,9 +4,8 @@
 import pytest
 import torch
 from contract.families import FAMILIES
-from contract.frameworks import FRAMEWORKS, need
+from contract.frameworks import FRAMEWORKS, build_in_scope, need
 from mmengine.config import Config
-from mmengine.registry import MODELS, DefaultScope
 
 from .digits import CONFIGS, Case, train
 from .test_equal_weights import distance
@@ -127,7 +126,6 @@ def test_a_distilled_model_is_refused():
 
     cfg = Config.fromfile(CONFIGS / 'classifier_integrated_deit_digits.py')
     cfg.model.update(teacher_checkpoint=None)
-    with DefaultScope.overwrite_default_scope('mmpretrain'):
-        model = MODELS.build(cfg.model)
+    model = build_in_scope('mmpretrain', cfg.model)
     with pytest.raises(ValueError, match='is not trained with FSDP'):
         BackboneFSDPStrategy()._wrap_model(model)

@@ -275,7 +275,7 @@ def test_theta_and_psi_cost_what_matrices_of_their_sizes_cost():
         (['timm:swin_tny_patch4_window7_224'], 'did you mean swin_tiny_patch4_window7_224'),
         (['none.py'], 'There is no config none.py.'),
         ([PEER, '--reference', 'x'], "The reference 'x' is none of the models"),
-        ([PEER, '--size', '64', '16'], 'images at least 32×32 pixels'),
+        ([PEER, '--size', '64', '16'], 'an image at least 32×32 pixels'),
         ([PEER, '--size', '64x96', '96x64'], 'sizes of different numbers of pixels'),
         ([], 'Name models, or a --suite'),
         (['--suite', 'none'], 'There is no suite none; there are detection_800x1333'),

@@ -11,12 +11,11 @@ from typing import Any, ClassVar
 import torch
 from mmengine.logging import print_log
 from mmengine.model import BaseModule
-from mmengine.model.weight_init import PretrainedInit
 from timm.layers import trunc_normal_
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..checkpoint import CheckpointError, read_state_dict, select_prefix
+from ..checkpoint import CheckpointError, read_state_dict, select_prefix, split_init_cfg
 from ..layers.utils import TORCH_2_4, ConditionalPositionEncoding, is_captured, tokens_to_map
 
 NUM_STAGES = 4
@@ -271,15 +270,12 @@ class PyramidBackbone(BaseModule):
 
     def init_weights(self) -> None:
         """Initialise as ``init_cfg`` says; a checkpoint that does not fit is an error."""
-        configs = self.init_cfg or []
-        configs = [configs] if isinstance(configs, dict) else list(configs)
-        pretrained = [c for c in configs if c['type'] in ('Pretrained', PretrainedInit)]
-        if self.is_init:
-            pretrained = []
-        original, self.init_cfg = self.init_cfg, [c for c in configs if c not in pretrained] or None
+        initialised, original = self.is_init, self.init_cfg
+        pretrained, rest = split_init_cfg(original)
+        self.init_cfg = rest or None
         super().init_weights()
         self.init_cfg = original
-        for config in pretrained:
+        for config in [] if initialised else pretrained:
             self.load_pretrained(config['checkpoint'], config.get('prefix'))
 
     def adapt_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:

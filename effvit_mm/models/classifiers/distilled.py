@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from mmengine.model.weight_init import PretrainedInit
 from mmengine.registry import MODELS
 from mmpretrain.models import ImageClassifier
 from mmpretrain.models import build_classifier as build_mmpretrain
@@ -15,8 +14,8 @@ from mmpretrain.structures import DataSample
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..checkpoint import read_state_dict
-from ..layers.token_aggregation import GLAD
+from ..checkpoint import read_state_dict, split_init_cfg
+from ..layers.token_aggregation import GLAD, glads_of
 from ..layers.utils import at_least_float32, full_precision
 
 
@@ -96,7 +95,7 @@ class DistilledImageClassifier(ImageClassifier):
             model = build_mmpretrain(dict(teacher))
             if teacher_checkpoint is not None:
                 _load_teacher(model, teacher_checkpoint)
-            elif any(_is_pretrained(module) for module in model.modules()):
+            elif any(split_init_cfg(getattr(m, 'init_cfg', None))[0] for m in model.modules()):
                 raise ValueError(
                     "The weights in the teacher's init_cfg or pretrained would not be loaded: give "
                     'the file as teacher_checkpoint.'
@@ -104,11 +103,7 @@ class DistilledImageClassifier(ImageClassifier):
             self._teacher = _Held(model.requires_grad_(False).eval())
             self._from_student, self._to_teacher = self._conversion()
 
-        glads = {
-            layer: module
-            for layer, module in getattr(self.backbone, 'aggregations', {}).items()
-            if isinstance(module, GLAD)
-        }
+        glads = glads_of(self.backbone)
         self.token_loss = None
         if token_loss is not None and glads:
             self.token_loss = MODELS.build(dict(token_loss))
@@ -285,12 +280,6 @@ def _forget_missing_teacher_glads(module: nn.Module, incompatible: Any) -> None:
     """Predictions do not need them, and what `tools/compress.py build` writes has none."""
     missing = incompatible.missing_keys
     missing[:] = [key for key in missing if not key.startswith('teacher_glads')]
-
-
-def _is_pretrained(module: nn.Module) -> bool:
-    configs = getattr(module, 'init_cfg', None) or []
-    configs = [configs] if isinstance(configs, dict) else configs
-    return any(config.get('type') in ('Pretrained', PretrainedInit) for config in configs)
 
 
 def _load_teacher(model: nn.Module, path: str) -> None:

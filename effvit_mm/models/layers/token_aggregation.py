@@ -62,6 +62,12 @@ class GLAD(nn.Module):
         return torch.linalg.pinv(self.weight.detach().double()).to(self.weight.dtype)
 
 
+def glads_of(backbone: nn.Module) -> dict[str, GLAD]:
+    """The GLADs of a backbone, if it has any, by the layer that each stands before."""
+    aggregations = getattr(backbone, 'aggregations', {})
+    return {layer: module for layer, module in aggregations.items() if isinstance(module, GLAD)}
+
+
 class _GridAggregation(nn.Module):
     """Aggregation of 2x2 neighbours on a square grid, beside which the class token passes."""
 
