@@ -12,8 +12,7 @@ classifier's fits. None have been published.
 
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -81,10 +80,6 @@ class TimmModel(nn.Module):
             **kwargs,
         )
         self.maps = None if maps is None else tuple(maps)
-        if maps is None and not self.by_token:
-            # a classifier's other stages have no norm; their maps can still be looked at
-            for i in range(NUM_STAGES - 1):
-                self.backbone.add_module(f'norm{i}', nn.Identity())
         is_deit = isinstance(self.backbone, IntegratedDeiT)
         layers = [f'blocks.{i}' for i in self.backbone.taps] if is_deit else None
         names = layers or [f'stages.{i}' for i in range(NUM_STAGES)]
@@ -160,23 +155,6 @@ class TimmModel(nn.Module):
         like = next(self.parameters())
         self.head = self._make_head(num_classes).to(like.device, like.dtype).train(self.training)
 
-    @contextmanager
-    def _only(self, indices: Sequence[int], normed: bool) -> Iterator[None]:
-        """Within this, the backbone gives these maps, and runs no further."""
-        backbone, last = self.backbone, f'norm{self.backbone.num_stages - 1}'
-        names = ['out_indices', last, *(['stages'] if hasattr(backbone, 'stages') else [])]
-        before = {name: getattr(backbone, name) for name in names}
-        backbone.out_indices = tuple(indices)
-        if not normed:
-            setattr(backbone, last, nn.Identity())
-        if 'stages' in before:
-            backbone.stages = backbone.stages[: indices[-1] + 1]
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                setattr(backbone, name, value)
-
     def _taken(self, indices: int | Sequence[int] | None) -> list[int]:
         """Stages as timm asks for them, of those that were built."""
         if self.by_token:
@@ -184,11 +162,7 @@ class TimmModel(nn.Module):
                 'A classifier of this family computes a class token, not maps: create it with '
                 'features_only=True.'
             )
-        taken, built = _stage_indices(indices), self.backbone.num_stages
-        unbuilt = [i for i in taken if i >= built or not hasattr(self.backbone, f'norm{i}')]
-        if unbuilt:
-            raise ValueError(f'Stages {unbuilt} were not built.')
-        return taken
+        return _stage_indices(indices, self.maps or range(self.backbone.num_stages))
 
     def forward_intermediates(
         self,
@@ -220,8 +194,8 @@ class TimmModel(nn.Module):
         taken, last = self._taken(indices), self.backbone.num_stages - 1
         final = taken[-1] if stop_early or intermediates_only else last
         wanted = sorted({*taken, final})
-        with self._only(wanted, normed=self.maps is not None):
-            maps = dict(zip(wanted, self.backbone(x), strict=True))
+        bare = {} if self.maps is not None else dict(normed=False)
+        maps = dict(zip(wanted, self.backbone(x, out_indices=wanted, **bare), strict=True))
         features = maps[final]
         if self.maps is None and final == last:
             norm_layer = getattr(self.backbone, f'norm{last}')
@@ -239,7 +213,8 @@ class TimmModel(nn.Module):
         taken, backbone = self._taken(indices), self.backbone
         ends = taken[-1] < backbone.num_stages - 1
         if self.maps is None and (ends or prune_norm):
-            setattr(backbone, f'norm{backbone.num_stages - 1}', nn.Identity())
+            delattr(backbone, f'norm{backbone.num_stages - 1}')
+            backbone.add_module(f'norm{taken[-1]}', nn.Identity())
         if self.maps is None and ends:
             backbone.stages = backbone.stages[: taken[-1] + 1]
             backbone.num_stages, backbone.out_indices = taken[-1] + 1, (taken[-1],)
@@ -268,17 +243,29 @@ class TimmModel(nn.Module):
         return self.forward_head(self.forward_features(x))
 
 
-def _stage_indices(indices: int | Sequence[int] | None) -> list[int]:
-    """Stages from 0, rising, of what timm allows: the last so many, or numbers from either end."""
+def _stage_indices(
+    indices: int | Sequence[int] | None, built: Sequence[int] = range(NUM_STAGES)
+) -> list[int]:
+    """Stages, rising, of what timm allows: all, the last so many, or numbers from either end.
+
+    Args:
+        indices: As they are asked for.
+        built: The stages that there are, rising.
+
+    Raises:
+        ValueError: There are no such stages, or none is asked for.
+    """
     if indices is None:
-        indices = NUM_STAGES
-    given = range(-indices, 0) if isinstance(indices, int) else indices
-    if not given or not all(-NUM_STAGES <= i < NUM_STAGES for i in given):
-        raise ValueError(
-            f'There are {NUM_STAGES} stages, 0 to {NUM_STAGES - 1} or -{NUM_STAGES} to -1; '
-            f'{indices!r} does not choose among them.'
-        )
-    return sorted({i % NUM_STAGES for i in given})
+        return list(built)
+    if isinstance(indices, int):
+        taken = list(built[-indices:]) if 0 < indices <= len(built) else []
+    else:
+        end = built[-1] + 1
+        taken = sorted({i + end if i < 0 else i for i in indices})
+    if not taken or not set(taken) <= set(built):
+        there = ', '.join(map(str, built))
+        raise ValueError(f'There are the stages {there}; {indices!r} does not choose among them.')
+    return taken
 
 
 def _rename_head(state: dict[str, Tensor], model: nn.Module | None = None) -> dict[str, Tensor]:

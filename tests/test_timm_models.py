@@ -13,6 +13,9 @@ from timm.models import save_for_hf
 from timm.optim import create_optimizer_v2, param_groups_layer_decay
 from timm.utils import ModelEmaV3
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.export import Dim
+from versions import needs_compile, needs_export
 
 import effvit_mm.timm_models as ours
 from effvit_mm import DGSSASwin, IntegratedDeiT, LaViT, PartialFormer
@@ -138,8 +141,69 @@ def test_stages_that_are_not_asked_for_do_not_run_or_are_dropped(name):
     assert not [n for n, _ in model.named_parameters() if 'stages.2' in n or 'norm3' in n]
     assert torch.equal(model(x), maps[1]) and model.num_features == maps[1].shape[1]
     assert model.backbone.out_channels == [maps[1].shape[1]] and model.backbone.out_strides == [8]
-    with pytest.raises(ValueError, match=r'\[2, 3\] were not built'):
-        model.forward_intermediates(x)
+    assert [m.shape for m in model.forward_intermediates(x)[1]] == [m.shape for m in maps[:2]]
+    assert torch.equal(model.forward_intermediates(x, 1)[1][0], maps[1])
+    with pytest.raises(ValueError, match=r'stages 0, 1; \[2\] does not choose'):
+        model.forward_intermediates(x, [2])
+
+
+@maps_of_classifiers
+@torch.no_grad()
+def test_looking_at_intermediates_changes_nothing_for_others_who_use_the_model(name):
+    model, x = create(name), image()
+    expected, during = model(x), []
+    hook = (
+        model.backbone.stages[0]
+        .blocks[0]
+        .register_forward_hook(lambda *_: hook.remove() or during.append(model(x)))
+    )
+    model.forward_intermediates(x, indices=[0, 1], intermediates_only=True)
+    assert torch.equal(during[0], expected)
+
+
+@small
+@torch.no_grad()
+def test_some_of_the_maps_are_those_among_all(name):
+    model, x = create(name, features_only=True, out_indices=(0, 1, 3)), image()
+    maps = model(x)
+    last, some = model.model.forward_intermediates(x, [-1, 0])
+    assert torch.equal(some[0], maps[0]) and torch.equal(some[1], maps[2])
+    assert torch.equal(last, maps[2])
+    some = model.model.forward_intermediates(x, 2, intermediates_only=True)
+    assert torch.equal(some[0], maps[1]) and torch.equal(some[1], maps[2])
+    assert len(model.model.forward_intermediates(x)[1]) == 3
+    with pytest.raises(ValueError, match=r'stages 0, 1, 3; \(2,\) does not choose'):
+        model.model.forward_intermediates(x, (2,))
+
+
+@needs_compile
+@pytest.mark.slow
+@small
+@pytest.mark.parametrize('features_only', [False, True], ids=['classifier', 'maps'])
+@torch.no_grad()
+def test_a_model_compiles_as_one_graph_for_all_sizes(name, features_only):
+    torch._dynamo.reset()
+    model = create(name, features_only=features_only)
+    graphs = CompileCounterWithBackend('eager')
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=graphs)
+    for x in (image(), image(101, 157)):
+        for a, b in zip(compiled(x), model(x), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+    assert graphs.frame_count == 1
+
+
+@needs_export
+@pytest.mark.slow
+@small
+@pytest.mark.parametrize('features_only', [False, True], ids=['classifier', 'maps'])
+@torch.no_grad()
+def test_a_model_is_exported_for_all_sizes(name, features_only):
+    model = create(name, features_only=features_only)
+    shapes = {0: Dim('batch', min=1), 2: Dim('height', min=33), 3: Dim('width', min=33)}
+    program = torch.export.export(model, (image(),), dynamic_shapes=(shapes,)).module()
+    for x in (image(), image(101, 157)[:1]):
+        for a, b in zip(program(x), model(x), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
 
 
 def test_a_class_token_is_no_map():

@@ -67,7 +67,13 @@ class PyramidBackbone(BaseModule):
 
     A subclass calls ``super().__init__``, builds ``self.stages`` (``num_stages`` modules, each with
     a ``patch_embed`` and ``blocks``; no more than ``out_indices`` need), calls :meth:`finish` last,
-    and returns maps made by :meth:`output` from its forward.
+    and returns maps made by :meth:`output` from its forward, which takes
+
+    * ``x``: images ``(B, in_channels, H, W)``;
+    * ``out_indices``: rising, the stages whose maps are wanted this time, of those that were
+      built; no later stage runs. None: those that the backbone was made for;
+    * ``normed``: False for maps without their norms, which need not exist then (Integrated-DeiT,
+      whose maps are made by more than a norm, has no such argument).
 
     Args:
         arch: Name of an architecture in ``arch_zoo``, or a dict of its fields. With the key
@@ -238,7 +244,11 @@ class PyramidBackbone(BaseModule):
 
     def output(self, i: int, tokens: Tensor, height: int, width: int) -> Tensor:
         """Feature map of stage ``i``: tokens ``(B, H*W, C)``, normed, to ``(B, C, H, W)``."""
-        return tokens_to_map(getattr(self, f'norm{i}')(tokens), height, width).contiguous()
+        return self.bare_output(i, getattr(self, f'norm{i}')(tokens), height, width)
+
+    def bare_output(self, i: int, tokens: Tensor, height: int, width: int) -> Tensor:
+        """As :meth:`output`, without the norm."""
+        return tokens_to_map(tokens, height, width).contiguous()
 
     def all_blocks(self) -> list[nn.Module]:
         """The blocks of all stages in the order in which they run."""

@@ -279,16 +279,21 @@ class DGSSASwin(PyramidBackbone):
             state_dict[name] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        self, x: Tensor, out_indices: Sequence[int] | None = None, normed: bool = True
+    ) -> tuple[Tensor, ...]:
         """Images ``(B, in_channels, H, W)`` to a tuple of maps, one per out index."""
         self.check_image(x)
         features, size = [], ()
-        for i, stage in enumerate(self.stages):
+        out_indices = out_indices or self.out_indices
+        make_map = self.output if normed else self.bare_output
+        for i in range(out_indices[-1] + 1):
+            stage = self.stages[i]
             x, *size = stage.patch_embed(x, *size)
             for block, windows in zip(stage.blocks, stage.windows(x, *size), strict=True):
                 x = self.run_block(block, x, windows)
-            if i in self.out_indices:
-                features.append(self.output(i, x, *size))
+            if i in out_indices:
+                features.append(make_map(i, x, *size))
         return tuple(features)
 
 

@@ -513,7 +513,9 @@ class IntegratedDeiT(PyramidBackbone):
         cls_token = (self.cls_token + self.pos_embed[:, :1]).expand(x.shape[0], -1, -1)
         return torch.cat((cls_token.to(x.dtype), x), dim=1), inside, tiling
 
-    def forward_tokens(self, x: Tensor) -> tuple[tuple[Tensor, ...], dict[int, Tensor]]:
+    def forward_tokens(
+        self, x: Tensor, out_indices: Sequence[int] | None = None
+    ) -> tuple[tuple[Tensor, ...], dict[int, Tensor]]:
         """The forward, and what the token distillation compares.
 
         Returns:
@@ -524,7 +526,9 @@ class IntegratedDeiT(PyramidBackbone):
         image_size = x.shape[2], x.shape[3]
         x, inside, tiling = self.embed(x)
         features, aggregated = [], {}
-        for layer, block in enumerate(self.blocks):
+        out_indices = out_indices or self.out_indices
+        depth = self.taps[out_indices[-1]] + 1 if self.out_type == 'pyramid' else self.num_layers
+        for layer in range(depth):
             if str(layer) in self.aggregations:
                 aggregation = self.aggregations[str(layer)]
                 if inside is not None:
@@ -534,10 +538,10 @@ class IntegratedDeiT(PyramidBackbone):
                 x = aggregation.place(aggregated[layer])
             # of the last layer a classifier only sees the class token
             last = self.out_type == 'cls_token' and layer == self.num_layers - 1
-            x = self.run_block(block, x, inside, 1 if last else None)
+            x = self.run_block(self.blocks[layer], x, inside, 1 if last else None)
             if self.out_type == 'pyramid' and layer in self.taps:
                 i = self.taps.index(layer)
-                if i in self.out_indices:
+                if i in out_indices:
                     features.append(self.feature_map(i, x, tiling, image_size))
         if self.out_type == 'cls_token':
             return (_mean_of_windows(self.norm(x[:, 0]), tiling.batch),), aggregated
@@ -552,9 +556,10 @@ class IntegratedDeiT(PyramidBackbone):
         target = (ceil_div(side, STRIDES[i]) for side in image_size)
         return self.to_stride[str(i)](self.output(i, x, height, width), *target)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Images ``(B, in_channels, H, W)`` to a tuple of features, see ``out_type``."""
-        return self.forward_tokens(x)[0]
+    def forward(self, x: Tensor, out_indices: Sequence[int] | None = None) -> tuple[Tensor, ...]:
+        """Images ``(B, in_channels, H, W)`` to a tuple of features, see ``out_type``. Maps other
+        than those that the backbone was made for are no ``out_indices``."""
+        return self.forward_tokens(x, out_indices)[0]
 
 
 def _glad(a: dict[str, Any], num_in: int, num_out: int) -> nn.Module:

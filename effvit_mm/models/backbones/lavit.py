@@ -249,20 +249,25 @@ class LaViT(AuxiliaryLossSource, PyramidBackbone):
         key_grid = self.arch_settings['key_grid']
         return self.diagonality_loss(attention_between_cells(attention, grid, key_grid))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        self, x: Tensor, out_indices: Sequence[int] | None = None, normed: bool = True
+    ) -> tuple[Tensor, ...]:
         """Images ``(B, in_channels, H, W)`` to a tuple of feature maps, one per out index."""
         self.check_image(x)
         image_size = x.shape[2], x.shape[3]
         collects = self.diagonality_loss is not None and self.wants_losses()
         features, losses, scores = [], [], None
-        for i, stage in enumerate(self.stages):
+        out_indices = out_indices or self.out_indices
+        make_map = self.output if normed else self.bare_output
+        for i in range(out_indices[-1] + 1):
+            stage = self.stages[i]
             x, scores, grid = stage.enter(x, scores, image_size)
             for block in stage.blocks:
                 x, scores = self.run_block(block, x, scores if block.takes_scores else None, grid)
                 if collects and isinstance(block.attn, LessAttention):
                     losses.append(self._loss_of(scores, grid))
-            if i in self.out_indices:
-                features.append(self.output(i, x, grid.height, grid.width))
+            if i in out_indices:
+                features.append(make_map(i, x, grid.height, grid.width))
             x = tokens_to_map(x, grid.height, grid.width)
         if losses:
             loss = torch.stack(losses).mean()

@@ -280,15 +280,20 @@ class PartialFormer(PyramidBackbone):
             )
         self.finish(dims)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        self, x: Tensor, out_indices: Sequence[int] | None = None, normed: bool = True
+    ) -> tuple[Tensor, ...]:
         """Images ``(B, in_channels, H, W)`` to a tuple of feature maps, one per out index."""
         self.check_image(x)
         features, abstract = [], None
-        for i, stage in enumerate(self.stages):
+        out_indices = out_indices or self.out_indices
+        make_map = self.output if normed else self.bare_output
+        for i in range(out_indices[-1] + 1):
+            stage = self.stages[i]
             x, abstract, height, width = stage.enter(x, abstract)
             for block in stage.blocks:
                 x, abstract = self.run_block(block, x, abstract, height, width)
-            if i in self.out_indices:
-                features.append(self.output(i, x, height, width))
+            if i in out_indices:
+                features.append(make_map(i, x, height, width))
             x = tokens_to_map(x, height, width)
         return tuple(features)
