@@ -5,6 +5,7 @@ import contextlib
 
 import torch
 from mmengine.utils import digit_version
+from timm.layers import Mlp
 from torch import Tensor, nn
 
 
@@ -96,12 +97,48 @@ def blocks_pay(x: Tensor) -> bool:
     return x.device.type == 'cpu' and not torch.is_grad_enabled() and not is_captured()
 
 
+def _is_plain(mlp: nn.Module) -> bool:
+    """Whether an MLP is what timm's is by default, with parameters, and nobody looks at its parts
+    or changes what they do."""
+    if type(mlp) is not Mlp or mlp.training:
+        return False
+    kinds = type(mlp.fc1), type(mlp.act), type(mlp.norm), type(mlp.fc2)
+    return (
+        kinds == (nn.Linear, nn.GELU, nn.Identity, nn.Linear)
+        and type(mlp.fc2.weight) is type(mlp.fc2.bias) is nn.Parameter
+        and not nn.modules.module._has_any_global_hook()
+        and not any(m._forward_hooks or m._forward_pre_hooks for m in mlp.modules())
+    )
+
+
+def _add_mlp(x: Tensor, norm: nn.Module, mlp: nn.Module, out: Tensor | None = None) -> Tensor:
+    """``X + MLP(LN(X))`` in inference, with as few intermediate results as possible: GELU in place,
+    and the residual and the bias as what the second product is added to.
+
+    Args:
+        x: Tokens ``(…, C)``.
+        norm: ``LN``.
+        mlp: ``MLP``.
+        out: Where to put the result. None: a new tensor.
+    """
+    if not _is_plain(mlp):
+        return torch.add(x, mlp(norm(x)), out=out)
+    hidden = mlp.fc1(norm(x))
+    hidden = torch.ops.aten.gelu_(hidden, approximate=mlp.act.approximate)
+    same_type = hidden.dtype == x.dtype == mlp.fc2.weight.dtype  # not so with autocast
+    if not (same_type and x.is_contiguous()):
+        return torch.add(x, mlp.fc2(hidden), out=out)
+    out = torch.add(x, mlp.fc2.bias, out=out)
+    out.view(-1, x.shape[-1]).addmm_(hidden.flatten(0, -2), mlp.fc2.weight.t())
+    return out
+
+
 def feed_forward(x: Tensor, norm: nn.Module, mlp: nn.Module, drop_path: nn.Module) -> Tensor:
     """``X + DropPath(MLP(LN(X)))`` on tokens ``(B, N, C)``.
 
-    In eager inference on a CPU, large maps are taken block by block: the first stages' FFN takes
-    about half the time, and its hidden activations, otherwise the largest tensors of a forward,
-    never exist as a whole.
+    In eager inference on a CPU, intermediate results are reused where they lie, and large maps are
+    taken block by block: the first stages' FFN takes about half the time, and its hidden
+    activations, otherwise the largest tensors of a forward, never exist as a whole.
     """
     if drop_path.training or not blocks_pay(x):
         return x + drop_path(mlp(norm(x)))
@@ -109,13 +146,13 @@ def feed_forward(x: Tensor, norm: nn.Module, mlp: nn.Module, drop_path: nn.Modul
     rows = CACHE_BLOCK // hidden
     # with fewer rows than columns, reading the weights for every block costs more than it saves
     if rows < hidden or x.shape[0] * x.shape[1] <= rows * torch.get_num_threads():
-        return x + mlp(norm(x))
+        return _add_mlp(x, norm, mlp)
     rows *= torch.get_num_threads()
-    out = torch.empty_like(x)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     for part, target in zip(
         x.flatten(0, 1).split(rows), out.flatten(0, 1).split(rows), strict=True
     ):
-        torch.add(part, mlp(norm(part)), out=target)
+        _add_mlp(part, norm, mlp, out=target)
     return out
 
 

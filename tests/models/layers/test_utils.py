@@ -43,6 +43,89 @@ def test_ffn_is_not_cut_where_gradients_are_needed(monkeypatch):
     assert mlp.calls == 1
 
 
+def residual_and_ffn(dtype=torch.float64, **kwargs):
+    torch.manual_seed(0)
+    modules = nn.LayerNorm(8).to(dtype), Mlp(8, 32, **kwargs).to(dtype).eval()
+    return torch.randn(2, 30, 8, dtype=dtype), *modules
+
+
+def no_path():
+    return nn.Identity().eval()
+
+
+@pytest.mark.parametrize('block', [32 * 40, 2**19])
+@pytest.mark.parametrize(
+    'kwargs',
+    [
+        dict(),
+        dict(bias=False),
+        dict(act_layer=lambda: nn.GELU(approximate='tanh')),
+        dict(act_layer=nn.ReLU),
+        dict(norm_layer=nn.LayerNorm),
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_ffn_with_its_residual_equals_its_parts(kwargs, block, monkeypatch):
+    monkeypatch.setattr(utils, 'CACHE_BLOCK', block)
+    x, norm, mlp = residual_and_ffn(**kwargs)
+    before, expected = x.clone(), x + mlp(norm(x))
+    out = feed_forward(x, norm, mlp, no_path())
+    torch.testing.assert_close(out, expected, rtol=1e-13, atol=1e-13)
+    assert torch.equal(x, before)
+    strided = x.transpose(0, 1).contiguous().transpose(0, 1)
+    out = feed_forward(strided, norm, mlp, no_path())
+    torch.testing.assert_close(out, expected, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
+@torch.no_grad()
+def test_ffn_in_autocast_and_low_precision_keeps_the_type_of_the_tokens(dtype):
+    x, norm, mlp = residual_and_ffn(dtype)
+    expected = (x.double() + mlp.double()(norm.double()(x.double()))).to(dtype)
+    mlp, norm = mlp.to(dtype), norm.to(dtype)
+    for enabled in (False, True):
+        with torch.autocast('cpu', torch.bfloat16, enabled=enabled):
+            out = feed_forward(x, norm, mlp, no_path())
+        assert out.dtype == dtype
+        rough = enabled or dtype == torch.bfloat16
+        torch.testing.assert_close(out, expected, rtol=0, atol=0.05 if rough else 1e-5)
+
+
+@pytest.mark.parametrize('part', ['fc1', 'act', 'fc2', ''], ids=lambda p: p or 'the whole')
+@torch.no_grad()
+def test_who_hooks_a_part_of_an_ffn_sees_it_unchanged(part):
+    x, norm, mlp = residual_and_ffn()
+    seen, steps = [], {'fc1': mlp.fc1(norm(x))}
+    steps['act'] = nn.functional.gelu(steps['fc1'])
+    steps['fc2'] = steps[''] = mlp.fc2(steps['act'])
+    hook = mlp.get_submodule(part).register_forward_hook(lambda m, args, out: seen.append(out))
+    feed_forward(x, norm, mlp, no_path())
+    hook.remove()
+    assert len(seen) == 1
+    torch.testing.assert_close(seen[0], steps[part], rtol=1e-13, atol=1e-13)
+    doubled = nn.modules.module.register_module_forward_pre_hook(
+        lambda m, args: (2 * args[0],) if m is mlp.get_submodule(part) else None
+    )
+    out = feed_forward(x, norm, mlp, no_path())
+    expected = x + mlp(norm(x))
+    doubled.remove()
+    torch.testing.assert_close(out, expected, rtol=1e-13, atol=1e-13)
+    assert not torch.allclose(out, feed_forward(x, norm, mlp, no_path()))
+
+
+@torch.no_grad()
+def test_a_part_of_an_ffn_may_be_another_module():
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return 3 * super().forward(x)
+
+    x, norm, mlp = residual_and_ffn()
+    mlp.fc2 = Scaled(32, 8).double()
+    out = feed_forward(x, norm, mlp, no_path())
+    torch.testing.assert_close(out, x + mlp(norm(x)), rtol=1e-13, atol=1e-13)
+
+
 @pytest.mark.parametrize('expansion', [1, 2])
 @torch.no_grad()
 def test_attention_by_blocks_of_queries_equals_attention_at_once(expansion, monkeypatch):
