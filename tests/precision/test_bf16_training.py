@@ -58,7 +58,7 @@ def train(name, wrapper, work_dir):
     import_framework('mmpretrain')
     cfg = Config.fromfile(ROOT / 'configs' / f'classifier_{name}_digits.py')
     cfg.model.type = 'ImageClassifier'
-    for key in ('teacher', 'teacher_checkpoint'):
+    for key in ('teacher', 'teacher_checkpoint', 'token_loss'):
         cfg.model.pop(key, None)
     cfg.load_from = None
     cfg.work_dir, cfg.experiment_name = str(work_dir), f'{name}_{wrapper}'
