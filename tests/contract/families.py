@@ -39,8 +39,9 @@ class Family:
         mirror: Makes a model mirror-symmetric in place, where a mechanism can be: convolution
             kernels are symmetrised already, matrices bound to a grid are left to this function.
             None: not possible, then nothing is checked by mirroring.
-        poison_padding: For families that tile. Context in which the cells that a model's tiles add
-            beyond the map hold garbage instead of what they usually hold.
+        poison_padding: For families whose tiles add cells beyond the map that must not count
+            whatever they hold. Context in which they hold garbage. (LaViT's count and are 0, which
+            tests/models/layers/test_grid.py checks.)
         ablations: Fields that, put into ``small``, each switch another part on or off.
         stem: How the names of the parameters before the first block start.
         stage: Of the stages 0 to 3 of ``small``, how the names of their parameters start.
@@ -121,20 +122,6 @@ def random_loss(outputs: tuple[Tensor, ...]) -> Tensor:
 
 
 @contextmanager
-def poison_tiles(model: nn.Module) -> Iterator[None]:
-    """Put garbage into the tiles' cells beyond the map when they are joined. Before the maps over
-    queries these cells are 0 by design, and cutting sets them so."""
-    join = Tiling.join
-
-    def poisoned(self: Tiling, tiles: Tensor) -> Tensor:
-        outside = ~self.inside().repeat(self.batch, 1)
-        return join(self, tiles.masked_fill(outside[..., None], 1e3))
-
-    with patch.object(Tiling, 'join', poisoned):
-        yield
-
-
-@contextmanager
 def poison_windows(model: nn.Module) -> Iterator[None]:
     """Put garbage into those cells of the windows that are beyond the map, random garbage: what is
     the same in all channels a norm would take away."""
@@ -183,7 +170,6 @@ FAMILIES = [
         small=dict(dims=(16, 16, 32, 32), depths=(2, 2, 2, 2), num_heads=(1, 2, 4, 4)),
         indivisible=dict(num_heads=(3, 2, 4, 8)),
         budgets=dict(tiny=Budget(1.6, 10.9), small=Budget(3.3, 22.4), base=Budget(6.1, 39.6)),
-        poison_padding=poison_tiles,
         ablations=(
             dict(vanilla_layers=(2, 2, 2, 2)),
             dict(attention_residual=False),
