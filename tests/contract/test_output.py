@@ -65,6 +65,18 @@ def test_features_do_not_depend_on_the_sizes_of_earlier_calls(family):
 
 
 @torch.no_grad()
+def test_a_forward_gives_the_maps_that_it_is_asked_for(family):
+    model, x = family.build(out_indices=(0, 1, 3)), image(64, 96)
+    first, second, last = model(x)
+    assert torch.equal(model(x, (1,))[0], second)
+    some = model(x, out_indices=[0, 3])
+    assert torch.equal(some[0], first) and torch.equal(some[1], last) and len(some) == 2
+    for wrong in ((), (3, 1), (1, 1), (2,), (5,)):
+        with pytest.raises(ValueError, match=r'rise and be among \(0, 1, 3\), not'):
+            model(x, wrong)
+
+
+@torch.no_grad()
 def test_evaluation_is_deterministic(family):
     model = family.build(drop_path_rate=0.5)
     x = image(64, 96)

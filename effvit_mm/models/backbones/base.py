@@ -67,13 +67,13 @@ class PyramidBackbone(BaseModule):
 
     A subclass calls ``super().__init__``, builds ``self.stages`` (``num_stages`` modules, each with
     a ``patch_embed`` and ``blocks``; no more than ``out_indices`` need), calls :meth:`finish` last,
-    and returns maps made by :meth:`output` from its forward, which takes
+    and returns maps made by :meth:`output` from its forward, which takes images
+    ``(B, in_channels, H, W)`` and, in our families,
 
-    * ``x``: images ``(B, in_channels, H, W)``;
-    * ``out_indices``: rising, the stages whose maps are wanted this time, of those that were
-      built; no later stage runs. None: those that the backbone was made for;
-    * ``normed``: False for maps without their norms, which need not exist then (Integrated-DeiT,
-      whose maps are made by more than a norm, has no such argument).
+    * ``out_indices``: which stages' maps are returned this time, None: those that the backbone was
+      made for. No stage after the last of them runs. They rise, and have norms unless
+    * ``normed`` is False, for maps as the stages leave them (Integrated-DeiT, whose maps are made
+      by more than a norm, has no such argument).
 
     Args:
         arch: Name of an architecture in ``arch_zoo``, or a dict of its fields. With the key
@@ -221,6 +221,25 @@ class PyramidBackbone(BaseModule):
                         module.eval()
         return self
 
+    def wanted_maps(
+        self, out_indices: Sequence[int] | None, normed: bool = True
+    ) -> tuple[int, ...]:
+        """What a forward returns, by its arguments, see the class.
+
+        Raises:
+            ValueError: There are no such maps.
+        """
+        if out_indices is None:
+            return self.out_indices
+        there = self.out_indices if normed else tuple(range(self.num_stages))
+        wanted = tuple(i for i in there if i in out_indices)
+        if not wanted or wanted != tuple(out_indices):
+            raise ValueError(
+                f'{type(self).__name__}: out_indices must rise and be among {there}, not '
+                f'{tuple(out_indices)}.'
+            )
+        return wanted
+
     def check_image(self, x: Tensor) -> None:
         """Refuse what is not a batch of images with ``in_channels`` channels."""
         name = type(self).__name__
@@ -247,7 +266,8 @@ class PyramidBackbone(BaseModule):
         return self.bare_output(i, getattr(self, f'norm{i}')(tokens), height, width)
 
     def bare_output(self, i: int, tokens: Tensor, height: int, width: int) -> Tensor:
-        """As :meth:`output`, without the norm."""
+        """Feature map of stage ``i`` as the stage leaves it, without the norm and what else
+        :meth:`output` does."""
         return tokens_to_map(tokens, height, width).contiguous()
 
     def all_blocks(self) -> list[nn.Module]:

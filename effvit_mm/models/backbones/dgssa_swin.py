@@ -282,10 +282,11 @@ class DGSSASwin(PyramidBackbone):
     def forward(
         self, x: Tensor, out_indices: Sequence[int] | None = None, normed: bool = True
     ) -> tuple[Tensor, ...]:
-        """Images ``(B, in_channels, H, W)`` to a tuple of maps, one per out index."""
+        """Images ``(B, in_channels, H, W)`` to a tuple of feature maps, one per out index; for the
+        other arguments see :class:`PyramidBackbone`."""
         self.check_image(x)
         features, size = [], ()
-        out_indices = out_indices or self.out_indices
+        out_indices = self.wanted_maps(out_indices, normed)
         make_map = self.output if normed else self.bare_output
         for i in range(out_indices[-1] + 1):
             stage = self.stages[i]

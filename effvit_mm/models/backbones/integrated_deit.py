@@ -526,7 +526,7 @@ class IntegratedDeiT(PyramidBackbone):
         image_size = x.shape[2], x.shape[3]
         x, inside, tiling = self.embed(x)
         features, aggregated = [], {}
-        out_indices = out_indices or self.out_indices
+        out_indices = self.wanted_maps(out_indices)
         depth = self.taps[out_indices[-1]] + 1 if self.out_type == 'pyramid' else self.num_layers
         for layer in range(depth):
             if str(layer) in self.aggregations:
@@ -557,8 +557,8 @@ class IntegratedDeiT(PyramidBackbone):
         return self.to_stride[str(i)](self.output(i, x, height, width), *target)
 
     def forward(self, x: Tensor, out_indices: Sequence[int] | None = None) -> tuple[Tensor, ...]:
-        """Images ``(B, in_channels, H, W)`` to a tuple of features, see ``out_type``. Maps other
-        than those that the backbone was made for are no ``out_indices``."""
+        """Images ``(B, in_channels, H, W)`` to a tuple of features, see ``out_type``; for
+        ``out_indices`` see :class:`PyramidBackbone`."""
         return self.forward_tokens(x, out_indices)[0]
 
 

@@ -100,18 +100,24 @@ def blocks_pay(x: Tensor) -> bool:
 def _is_plain(mlp: nn.Module) -> bool:
     """Whether an MLP is what timm's is by default, with parameters, and nobody looks at its parts
     or changes what they do."""
-    if type(mlp) is not Mlp or mlp.training:
+    if type(mlp) is not Mlp:
         return False
     kinds = type(mlp.fc1), type(mlp.act), type(mlp.norm), type(mlp.fc2)
+    every = nn.modules.module
     return (
         kinds == (nn.Linear, nn.GELU, nn.Identity, nn.Linear)
         and type(mlp.fc2.weight) is type(mlp.fc2.bias) is nn.Parameter
-        and not nn.modules.module._has_any_global_hook()
-        and not any(m._forward_hooks or m._forward_pre_hooks for m in mlp.modules())
+        and not (every._global_forward_hooks or every._global_forward_pre_hooks)
+        and not any(
+            m.training or m._forward_hooks or m._forward_pre_hooks or 'forward' in vars(m)
+            for m in mlp.modules()
+        )
     )
 
 
-def _add_mlp(x: Tensor, norm: nn.Module, mlp: nn.Module, out: Tensor | None = None) -> Tensor:
+def _add_mlp(
+    x: Tensor, norm: nn.Module, mlp: nn.Module, plain: bool, out: Tensor | None = None
+) -> Tensor:
     """``X + MLP(LN(X))`` in inference, with as few intermediate results as possible: GELU in place,
     and the residual and the bias as what the second product is added to.
 
@@ -119,9 +125,10 @@ def _add_mlp(x: Tensor, norm: nn.Module, mlp: nn.Module, out: Tensor | None = No
         x: Tokens ``(…, C)``.
         norm: ``LN``.
         mlp: ``MLP``.
+        plain: What :func:`_is_plain` says of it; where it is not, it is called as a whole.
         out: Where to put the result. None: a new tensor.
     """
-    if not _is_plain(mlp):
+    if not plain:
         return torch.add(x, mlp(norm(x)), out=out)
     hidden = mlp.fc1(norm(x))
     hidden = torch.ops.aten.gelu_(hidden, approximate=mlp.act.approximate)
@@ -142,17 +149,17 @@ def feed_forward(x: Tensor, norm: nn.Module, mlp: nn.Module, drop_path: nn.Modul
     """
     if drop_path.training or not blocks_pay(x):
         return x + drop_path(mlp(norm(x)))
-    hidden = mlp.fc1.out_features
+    hidden, plain = mlp.fc1.out_features, _is_plain(mlp)
     rows = CACHE_BLOCK // hidden
     # with fewer rows than columns, reading the weights for every block costs more than it saves
     if rows < hidden or x.shape[0] * x.shape[1] <= rows * torch.get_num_threads():
-        return _add_mlp(x, norm, mlp)
+        return _add_mlp(x, norm, mlp, plain)
     rows *= torch.get_num_threads()
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     for part, target in zip(
         x.flatten(0, 1).split(rows), out.flatten(0, 1).split(rows), strict=True
     ):
-        _add_mlp(part, norm, mlp, out=target)
+        _add_mlp(part, norm, mlp, plain, out=target)
     return out
 
 

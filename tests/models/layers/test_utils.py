@@ -114,6 +114,24 @@ def test_who_hooks_a_part_of_an_ffn_sees_it_unchanged(part):
     assert not torch.allclose(out, feed_forward(x, norm, mlp, no_path()))
 
 
+@pytest.mark.parametrize('part', ['fc1', 'fc2', ''], ids=lambda p: p or 'the whole')
+@torch.no_grad()
+def test_a_forward_that_replaces_an_ffn_s_own_is_called(part):
+    x, norm, mlp = residual_and_ffn()
+    module = mlp.get_submodule(part)
+    module.forward = lambda x, forward=module.forward: 3 * forward(x)
+    out = feed_forward(x, norm, mlp, no_path())
+    torch.testing.assert_close(out, x + mlp(norm(x)), rtol=1e-13, atol=1e-13)
+
+
+@torch.no_grad()
+def test_dropout_inside_an_ffn_may_be_left_on():
+    x, norm, mlp = residual_and_ffn(drop=0.5)
+    mlp.drop1.train()
+    first, second = (feed_forward(x, norm, mlp, no_path()) for _ in range(2))
+    assert not torch.equal(first, second)
+
+
 @torch.no_grad()
 def test_a_part_of_an_ffn_may_be_another_module():
     class Scaled(nn.Linear):
