@@ -21,7 +21,13 @@ variants = {
             'GLAD only': {'model.backbone.arch.static_layers': ()},
             'static layers 1-4': {'model.backbone.arch.static_layers': (1, 2, 3, 4)},
             'static layers 1-6': {'model.backbone.arch.static_layers': (1, 2, 3, 4, 5, 6)},
-            'first GLAD before layer 1': {
+            # one mechanism also in the place of the other (the paper's A1 and A2)
+            'DGSSA in all layers but the first, no GLAD': {
+                'model.backbone.arch.static_layers': (1, 2, 3, 4, 5, 6, 7),
+                'model.backbone.arch.pyramid': (),
+            },
+            'GLAD before layer 1, no DGSSA': {
+                'model.backbone.arch.static_layers': (),
                 'model.backbone.arch.pyramid': ((1, 24), (4, 20), (6, 19)),
             },
             # fewer GLADs, as the search places them for the same cost

@@ -74,7 +74,8 @@ def test_the_studies_reach_every_baseline_and_ablation_of_the_paper():
         (f'{arch}static_layers', '(1, 2, 3, 4, 5, 6)'),  # P
         (f'{arch}static_layers', '(1, 2, 3, 4, 5, 6, 7, 8, 9)'),
         (f'{arch}pyramid', '((3, 20),)'),  # Q
-        (f'{arch}pyramid', '((1, 24), (4, 20), (6, 19))'),  # A2, with static layers
+        (f'{arch}static_layers', '(1, 2, 3, 4, 5, 6, 7)'),  # A1
+        (f'{arch}pyramid', '((1, 24), (4, 20), (6, 19))'),  # A2
         (f'{arch}glad_norm', 'False'),
         (f'{arch}glad_pos_embed', 'False'),
         ('model.token_loss', 'None'),
