@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # `make help` lists the targets. Variables: VENV (.venv), PYTHON (python3, 3.10 or later),
-# STACK (onedl, or openmmlab for the original releases, which want Python 3.10: PYTHON310),
+# STACK (onedl, or openmmlab for the original releases, which want Python 3.10: PYTHON310;
+# PYTHON312 is for test-newest),
 # DEMO (work_dirs/demo),
 # WORKERS (pytest's options for several processes).
 
@@ -8,6 +9,7 @@ VENV ?= .venv
 PYTHON ?= python3
 STACK ?= onedl
 PYTHON310 ?= python3.10
+PYTHON312 ?= python3.12
 DEMO ?= work_dirs/demo
 # test files run in two processes at a time, each with one thread
 WORKERS ?= -n 2 --dist loadfile
@@ -21,7 +23,7 @@ HEADLESS = $(shell grep -h '^opencv-python-headless==' requirements/$(STACK).txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-clean test test-all test-openmmlab lint install venv clean
+.PHONY: help demo demo-clean test test-all test-openmmlab test-newest lint install venv clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' Makefile
@@ -43,6 +45,12 @@ test-all: install ## all tests
 
 test-openmmlab: ## `make test` with the original OpenMMLab releases, in .venv-openmmlab (Python 3.10)
 	$(MAKE) test STACK=openmmlab VENV=.venv-openmmlab PYTHON=$(PYTHON310)
+
+test-newest: ## tests/contract with the newest PyTorch and no framework, in .venv-newest (Python 3.12)
+	$(PYTHON312) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --disable-pip-version-check -q \
+	    -r requirements/newest.txt -r requirements/tests.txt -e .
+	.venv-newest/bin/python -m pytest $(WORKERS) -m "not slow" tests/contract
 
 lint: install ## ruff, check and format
 	$(PY) -m ruff check .

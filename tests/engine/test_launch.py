@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tools build without a Runner is what the Runner builds."""
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from mmengine.runner import Runner
 
 from effvit_mm.engine.launch import SetupError, build_model, import_framework
 from effvit_mm.engine.layer_decay import LayerDecayOptimWrapperConstructor
-from effvit_mm.models.checkpoint import read_state_dict
+from effvit_mm.models.checkpoint import CheckpointError, read_state_dict
 
 CONFIG = Path(__file__).resolve().parents[2] / 'configs' / 'classifier_lavit_digits.py'
 
@@ -65,3 +66,12 @@ def test_a_url_is_downloaded_once_on_every_machine(monkeypatch, tmp_path):
     monkeypatch.setenv('LOCAL_RANK', '1')
     read_state_dict('https://x/a.pth')
     assert fetched == ['https://x/a.pth']
+
+
+def test_a_url_that_does_not_answer_is_said(monkeypatch, tmp_path):
+    monkeypatch.setattr('effvit_mm.models.checkpoint.get_dir', lambda: str(tmp_path))
+    with socket.socket() as unused:
+        unused.bind(('127.0.0.1', 0))  # taken, so that nobody listens there
+        url = f'http://127.0.0.1:{unused.getsockname()[1]}/a.pth'
+        with pytest.raises(CheckpointError, match=f'{url} cannot be downloaded: '):
+            read_state_dict(url)

@@ -461,6 +461,16 @@ def test_no_room_for_a_checkpoint_is_said_and_the_last_one_stays(trained, digits
     assert not (tmp_path / 'last_checkpoint').exists()
 
 
+@pytest.mark.skipif(not Path('/dev/full').exists(), reason='needs a device that is always full')
+def test_a_full_disk_is_said(trained, digits_root, tmp_path):
+    (tmp_path / 'epoch_1.pth').symlink_to('/dev/full')
+    work = ['--work-dir', tmp_path, '--cfg-options', *FAST]
+    tool = in_a_process(ROOT / 'tools' / 'train.py', CONFIG, *work, cwd=digits_root)
+    said = tool.communicate()[0].splitlines()[-1]
+    assert tool.returncode == 1
+    assert said.startswith('error: The disk is full: make room') and '--resume' in said
+
+
 def test_ctrl_c_in_a_training_says_how_to_go_on(digits_root, tmp_path):
     options = [*FAST[::2], 'train_cfg.max_epochs=1000', 'train_cfg.val_interval=1000']
     options += ['default_hooks.logger.interval=1', 'default_hooks.checkpoint.interval=1000']
