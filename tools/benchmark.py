@@ -5,7 +5,7 @@
   benchmark.py ours:LaViT/small mmdet:PyramidVisionTransformerV2/b2 \\
       --backbone --size 800x1333 --batch-size 1 --mode inference training
   benchmark.py ours:LaViT/small timm:pvt_v2_b2 --size 224 448 896 --batch-size 1
-  benchmark.py --suite vs_peers_224 --minutes 60 --write docs/benchmarks.md
+  benchmark.py --suite vs_peers_224 growth --minutes 60 --write docs/benchmarks.md
 
 Models: ours:FAMILY/ARCH, timm:NAME, mmdet:TYPE/ARCH (also mmseg:, mmpretrain:), or a config, whose
 backbone is taken; with constructor arguments as in 'ours:LaViT/small(diagonality_loss=None)'.
@@ -112,7 +112,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     what.add_argument('--mode', nargs='+', choices=MODES, help='default: inference')
     what.add_argument('--reference', metavar='MODEL', help='of the ratios; default: the last model')
     suite = parser.add_argument_group('suites')
-    suite.add_argument('--suite', help='a file, or its name in configs/benchmarks')
+    suite.add_argument('--suite', nargs='+', help='files, or their names in configs/benchmarks')
     suite.add_argument('--only', nargs='+', metavar='TABLE', help='only these of its tables')
     suite.add_argument('--write', metavar='FILE', help='Markdown whose tables are replaced')
     how = parser.add_argument_group('how it is measured')
@@ -137,28 +137,46 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def load_suite(name: str, only: Sequence[str] | None) -> dict[str, Table]:
+def load_suite(name: str) -> dict[str, Table]:
     """The tables of a suite.
 
     Raises:
-        SetupError: There is no such suite or table, or it has fields that tables do not have.
+        SetupError: There is no such suite, or a table has fields that tables do not have.
     """
     path = Path(name) if name.endswith('.py') else SUITES / f'{name}.py'
     if not path.is_file():
         known = ', '.join(sorted(file.stem for file in SUITES.glob('*.py')))
         raise SetupError(f'There is no suite {name}; there are {known}, or give a path.')
     described = read_config(str(path)).to_dict().get('tables', {})
-    unknown = [table for table in only or () if table not in described]
-    if unknown or not described:
-        what = f'no table {unknown[0]!r}' if unknown else 'no tables'
-        raise SetupError(f'The suite {name} has {what}; there are {", ".join(described)}.')
+    if not described:
+        raise SetupError(f'The suite {name} has no tables.')
     tables = {}
-    for key in only or described:
+    for key, fields in described.items():
         try:
-            tables[key] = Table(**described[key])
+            tables[key] = Table(**fields)
         except TypeError as error:
             raise SetupError(f'{name}, {key}: {str(error).removeprefix("Table.")}.') from error
     return tables
+
+
+def load_suites(names: Sequence[str], only: Sequence[str] | None) -> dict[str, tuple[str, Table]]:
+    """The tables of suites, or only some of them, each with the suite that it is in.
+
+    Raises:
+        SetupError: There is no such suite or table, or two have the same name.
+    """
+    tables: dict[str, tuple[str, Table]] = {}
+    for suite in names:
+        for key, table in load_suite(suite).items():
+            if key in tables:
+                raise SetupError(f'The suites {tables[key][0]} and {suite} both have {key}.')
+            tables[key] = suite, table
+    for key in only or ():
+        if key not in tables:
+            raise SetupError(
+                f'--suite {" ".join(names)} has no table {key!r}; there are {", ".join(tables)}.'
+            )
+    return {key: tables[key] for key in only or tables}
 
 
 def ad_hoc_table(args: argparse.Namespace) -> Table:
@@ -282,7 +300,7 @@ def save(folder: Path, name: str, table: Table, facts: dict[str, Any], block: st
         draw(results).savefig(folder / f'{name}_{mode}.png')
 
 
-def command_of(argv: Sequence[str], table: str | None) -> str:
+def command_of(argv: Sequence[str], suite: str | None, table: str) -> str:
     """The command that makes a single table again, without where its results go."""
     words, left = [], list(argv)
     while left:
@@ -290,13 +308,13 @@ def command_of(argv: Sequence[str], table: str | None) -> str:
         option, _, value = word.partition('=')
         if option in ('--write', '--out-dir'):
             del left[: 0 if value else 1]
-        elif option == '--only':
+        elif option in ('--only', '--suite'):
             while left and not left[0].startswith('-'):
                 left.pop(0)
         else:
             words.append(word)
-    only = [] if table is None else ['--only', table]
-    return shlex.join(['python', 'tools/benchmark.py', *words, *only])
+    begin, end = ([], []) if suite is None else (['--suite', suite], ['--only', table])
+    return shlex.join(['python', 'tools/benchmark.py', *begin, *words, *end])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -316,35 +334,41 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.suite:
-        tables = load_suite(args.suite, args.only)
-        name = osp.splitext(osp.basename(args.suite))[0]
-        out_dir = args.out_dir or osp.join('work_dirs', 'benchmarks', name)
+        tables = load_suites(args.suite, args.only)
     else:
-        tables, out_dir = {'benchmark': ad_hoc_table(args)}, args.out_dir
-    if out_dir:
-        check_writable(out_dir)  # now rather than after an hour
-    for name, table in tables.items():
+        tables = {'benchmark': (None, ad_hoc_table(args))}
+    out_dirs = {suite: args.out_dir or default_folder(suite) for suite, _ in tables.values()}
+    for folder in filter(None, out_dirs.values()):
+        check_writable(folder)  # now rather than after an hour
+    for name, (_, table) in tables.items():
         table.check()
         if args.write:
             write(args.write, name, None)
         for text in table.models.values():  # now rather than after an hour
             build_network(text, tuple(table.sizes[0]), table.backbone)
-    clock = Clock(args, sum(table.measurements() for table in tables.values()))
-    for name, table in tables.items():
-        measure(name if args.suite else '', table, args, clock)
+    clock = Clock(args, sum(table.measurements() for _, table in tables.values()))
+    for name, (suite, table) in tables.items():
+        measure(name if suite else '', table, args, clock)
         facts = machine(args.device)
-        facts['command'] = command_of(argv, name if args.suite else None)
+        facts['command'] = command_of(argv, suite, name)
         parts = [f'```bash\n{facts["command"]}\n```']
         if table.kind == 'speed':  # formulas do not depend on the machine
             parts.append(f'{report.describe_machine(facts)}.')
         block = '\n\n'.join([*parts, render(table)])
         print(f'\n{block}', flush=True)
-        if out_dir:
-            save(Path(out_dir), name, table, facts, block)
+        if out_dirs[suite]:
+            save(Path(out_dirs[suite]), name, table, facts, block)
         if args.write:
             write(args.write, name, block)
-    if out_dir:
-        print(f'\nWrote {out_dir}')
+    for folder in filter(None, out_dirs.values()):
+        print(f'\nWrote {folder}')
+
+
+def default_folder(suite: str | None) -> str | None:
+    """Where the results of a suite go if nothing else is said."""
+    if suite is None:
+        return None
+    return osp.join('work_dirs', 'benchmarks', osp.splitext(osp.basename(suite))[0])
 
 
 def write(path: str, name: str, block: str | None) -> None:

@@ -300,7 +300,7 @@ def test_the_tool_ends_with_the_sentence_and_status_1(tmp_path):
 @pytest.mark.parametrize('path', SUITES, ids=[path.stem for path in SUITES])
 def test_the_suites_tables_name_models_that_exist_and_have_a_place_in_the_docs(path, load_tool):
     page = (ROOT / 'docs' / 'benchmarks.md').read_text()
-    for name, table in load_tool('benchmark').load_suite(str(path), None).items():
+    for name, table in load_tool('benchmark').load_suite(str(path)).items():
         table.check()
         replace_block(page, name, '')
         for text in table.models.values():
@@ -319,8 +319,27 @@ def test_the_suites_tables_name_models_that_exist_and_have_a_place_in_the_docs(p
     ],
 )
 def test_the_command_of_a_table_keeps_its_models(words, load_tool):
-    command = load_tool('benchmark').command_of(words.split(), None)
+    command = load_tool('benchmark').command_of(words.split(), None, 'benchmark')
     assert command == 'python tools/benchmark.py A B --rounds 3'
+
+
+def test_the_command_of_a_table_of_several_suites_names_its_own(load_tool):
+    words = '--suite growth pairs_224 --threads 1 --only b a --write page.md'.split()
+    command = load_tool('benchmark').command_of(words, 'growth', 'a')
+    assert command == 'python tools/benchmark.py --suite growth --threads 1 --only a'
+
+
+def test_tables_of_several_suites_have_names_of_their_own(load_tool):
+    tool = load_tool('benchmark')
+    load = tool.load_suites
+    every = load([path.stem for path in SUITES], None)
+    assert {suite for suite, _ in every.values()} == {path.stem for path in SUITES}
+    assert [*load(['growth', 'pairs_224'], ['dgssa_swin_tiny_224', 'lavit_growth'])] == [
+        'dgssa_swin_tiny_224',
+        'lavit_growth',
+    ]
+    with pytest.raises(tool.SetupError, match='both have lavit_growth'):
+        load(['growth', 'growth'], None)
 
 
 def test_classifiers_of_frameworks_end_with_their_last_stage():
