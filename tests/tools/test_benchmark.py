@@ -324,7 +324,18 @@ def test_the_command_of_a_table_keeps_its_models(words, load_tool):
 
 
 def test_the_command_of_a_table_of_several_suites_names_its_own(load_tool):
-    words = '--suite growth pairs_224 --threads 1 --only b a --write page.md'.split()
+    words = [
+        '--suite',
+        'growth',
+        'pairs_224',
+        '--threads',
+        '1',
+        '--only',
+        'b',
+        'a',
+        '--write',
+        'page.md',
+    ]
     command = load_tool('benchmark').command_of(words, 'growth', 'a')
     assert command == 'python tools/benchmark.py --suite growth --threads 1 --only a'
 
@@ -338,7 +349,7 @@ def test_tables_of_several_suites_have_names_of_their_own(load_tool):
         'dgssa_swin_tiny_224',
         'lavit_growth',
     ]
-    with pytest.raises(tool.SetupError, match='both have lavit_growth'):
+    with pytest.raises(tool.SetupError, match='both have partialformer_growth'):
         load(['growth', 'growth'], None)
 
 
