@@ -188,7 +188,7 @@ def test_a_model_compiles_as_one_graph_for_all_sizes(name, features_only):
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=graphs)
     for x in (image(), image(101, 157)):
         for a, b in zip(compiled(x), model(x), strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
     assert graphs.frame_count == 1
 
 

@@ -59,7 +59,7 @@ def test_compiles_as_one_graph_for_all_image_sizes(family, kwargs):
     model = family.build(**kwargs)
     graphs = CompileCounterWithBackend('eager')
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=graphs)
-    assert_equals_eager(compiled, model, [TRACED_SIZE, *OTHER_SIZES[1:3]], tolerance=1e-6)
+    assert_equals_eager(compiled, model, [TRACED_SIZE, *OTHER_SIZES[1:3]], tolerance=1e-5)
     assert graphs.frame_count == 1
 
 
@@ -109,7 +109,7 @@ def test_inductor_compiles_it(family):
 def test_an_older_compiler_leaves_the_results_as_they_are(family):
     model = family.build()
     compiled = torch.compile(model, backend='eager')
-    assert_equals_eager(compiled, model, [TRACED_SIZE, OTHER_SIZES[1]], tolerance=1e-6)
+    assert_equals_eager(compiled, model, [TRACED_SIZE, OTHER_SIZES[1]], tolerance=1e-5)
 
 
 # torch.export and ONNX
@@ -130,14 +130,14 @@ def exported(family):
 @needs_export
 def test_one_export_serves_every_batch_and_image_size(exported):
     model, program = exported
-    assert_equals_eager(program.module(), model, OTHER_SIZES, tolerance=1e-6)
+    assert_equals_eager(program.module(), model, OTHER_SIZES, tolerance=1e-5)
 
 
 @needs_export
 @pytest.mark.slow
 def test_export_serves_every_size_with_chosen_outputs_freezing_and_drop_path(family):
     model = family.build(**VARIANTS['outputs, freezing, drop path'])
-    assert_equals_eager(export(model).module(), model, OTHER_SIZES, tolerance=1e-6)
+    assert_equals_eager(export(model).module(), model, OTHER_SIZES, tolerance=1e-5)
 
 
 def run_onnx(path):
@@ -183,4 +183,4 @@ def test_a_trace_serves_every_batch_and_image_size(family, kwargs):
     torch.jit.save(torch.jit.trace(model, noise(*TRACED_SIZE), check_trace=False), file)
     file.seek(0)
     traced = torch.jit.load(file)
-    assert_equals_eager(traced, model, [*OTHER_SIZES, (2, 32, 32)], tolerance=1e-6)
+    assert_equals_eager(traced, model, [*OTHER_SIZES, (2, 32, 32)], tolerance=1e-5)
