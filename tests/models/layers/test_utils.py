@@ -63,7 +63,7 @@ def no_path():
         dict(act_layer=nn.ReLU),
         dict(norm_layer=nn.LayerNorm),
     ],
-    ids=str,
+    ids=['plain', 'no bias', 'tanh', 'ReLU', 'norm'],
 )
 @torch.no_grad()
 def test_ffn_with_its_residual_equals_its_parts(kwargs, block, monkeypatch):
