@@ -14,7 +14,6 @@ from timm.optim import create_optimizer_v2, param_groups_layer_decay
 from timm.utils import ModelEmaV3
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.export import Dim
 from versions import needs_compile, needs_export
 
 import effvit_mm.timm_models as ours
@@ -199,7 +198,8 @@ def test_a_model_compiles_as_one_graph_for_all_sizes(name, features_only):
 @torch.no_grad()
 def test_a_model_is_exported_for_all_sizes(name, features_only):
     model = create(name, features_only=features_only)
-    shapes = {0: Dim('batch', min=1), 2: Dim('height', min=33), 3: Dim('width', min=33)}
+    dim = torch.export.Dim
+    shapes = {0: dim('batch', min=1), 2: dim('height', min=33), 3: dim('width', min=33)}
     program = torch.export.export(model, (image(),), dynamic_shapes=(shapes,)).module()
     for x in (image(), image(101, 157)[:1]):
         for a, b in zip(program(x), model(x), strict=True):

@@ -136,7 +136,9 @@ def _add_mlp(
     if not (same_type and x.is_contiguous()):
         return torch.add(x, mlp.fc2(hidden), out=out)
     out = torch.add(x, mlp.fc2.bias, out=out)
-    out.view(-1, x.shape[-1]).addmm_(hidden.flatten(0, -2), mlp.fc2.weight.t())
+    rows = out.view(-1, x.shape[-1])
+    # counters of operations know addmm, and not addmm_
+    torch.addmm(rows, hidden.flatten(0, -2), mlp.fc2.weight.t(), out=rows)
     return out
 
 

@@ -3,6 +3,7 @@ import pytest
 import torch
 from timm.layers import DropPath, Mlp
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from effvit_mm.models.layers import partial_attention, utils
 from effvit_mm.models.layers.partial_attention import MixedMultiHeadAttention
@@ -130,6 +131,22 @@ def test_dropout_inside_an_ffn_may_be_left_on():
     mlp.drop1.train()
     first, second = (feed_forward(x, norm, mlp, no_path()) for _ in range(2))
     assert not torch.equal(first, second)
+
+
+@torch.no_grad()
+def test_who_counts_operations_knows_both_products_of_an_ffn():
+    x, norm, mlp = residual_and_ffn()
+    counted = []
+
+    class Counter(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func._overloadpacket is torch.ops.aten.addmm:
+                counted.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Counter():
+        feed_forward(x, norm, mlp, no_path())
+    assert len(counted) == 2
 
 
 @torch.no_grad()
