@@ -175,6 +175,12 @@ def test_some_of_the_maps_are_those_among_all(name):
         model.model.forward_intermediates(x, (2,))
 
 
+def assert_computes_the_same(run, model, *images):
+    for x in images:
+        for a, b in zip(run(x), model(x), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+
+
 @needs_compile
 @pytest.mark.slow
 @small
@@ -185,9 +191,7 @@ def test_a_model_compiles_as_one_graph_for_all_sizes(name, features_only):
     model = create(name, features_only=features_only)
     graphs = CompileCounterWithBackend('eager')
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=graphs)
-    for x in (image(), image(101, 157)):
-        for a, b in zip(compiled(x), model(x), strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+    assert_computes_the_same(compiled, model, image(), image(101, 157))
     assert graphs.frame_count == 1
 
 
@@ -201,9 +205,7 @@ def test_a_model_is_exported_for_all_sizes(name, features_only):
     dim = torch.export.Dim
     shapes = {0: dim('batch', min=1), 2: dim('height', min=33), 3: dim('width', min=33)}
     program = torch.export.export(model, (image(),), dynamic_shapes=(shapes,)).module()
-    for x in (image(), image(101, 157)[:1]):
-        for a, b in zip(program(x), model(x), strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+    assert_computes_the_same(program, model, image(), image(101, 157)[:1])
 
 
 def test_a_class_token_is_no_map():

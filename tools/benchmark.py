@@ -338,7 +338,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         tables = {'benchmark': (None, ad_hoc_table(args))}
     out_dirs = {suite: args.out_dir or default_folder(suite) for suite, _ in tables.values()}
-    for folder in filter(None, out_dirs.values()):
+    folders = sorted({folder for folder in out_dirs.values() if folder})
+    for folder in folders:
         check_writable(folder)  # now rather than after an hour
     for name, (_, table) in tables.items():
         table.check()
@@ -360,7 +361,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             save(Path(out_dirs[suite]), name, table, facts, block)
         if args.write:
             write(args.write, name, block)
-    for folder in filter(None, out_dirs.values()):
+    for folder in folders:
         print(f'\nWrote {folder}')
 
 
